@@ -7,7 +7,8 @@ from torch import Tensor
 
 from treespark.blocks import DraftBlocks, Labels
 from treespark.policies import TreePolicy
-from treespark.tree import Expansion, at_least_float32, top_children
+from treespark.selection import at_least_float32, top_children
+from treespark.tree import Expansion
 
 
 class TableProposer:

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from tests.tables import random_proposer
 from treespark.policies import Budgeted
-from treespark.tree import CandidateTree, top_children
+from treespark.selection import top_children
+from treespark.tree import CandidateTree
 
 
 @given(st.integers(0, 10_000), st.integers(1, 6), st.booleans())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from treespark.policies.base import TreePolicy
 from treespark.replay import LogitProposer, Replay, path_mass, replay
-from treespark.tree import at_least_float32
+from treespark.selection import at_least_float32, log_normalizer
 
 
 class DraftProposerLike(LogitProposer, Protocol):
@@ -127,7 +127,7 @@ class DraftBlocks:
     @cached_property
     def path_log_normalizer(self) -> Tensor:
         """[M, K] logsumexp of `path_logits`, differentiable."""
-        return torch.logsumexp(self.path_logits, -1)
+        return log_normalizer(self.path_logits)
 
     @cached_property
     def label_log_probs(self) -> Tensor:
@@ -143,7 +143,7 @@ class DraftBlocks:
     @cached_property
     def target_log_normalizer(self) -> Tensor:
         """[M, K] logsumexp of `target_logits`."""
-        return torch.logsumexp(self.target_logits, -1)
+        return log_normalizer(self.target_logits)
 
     @cached_property
     def l1(self) -> Tensor:

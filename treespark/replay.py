@@ -13,15 +13,8 @@ import torch
 from torch import Tensor
 
 from treespark.policies.base import TreePolicy
-from treespark.tree import (
-    CandidateTree,
-    Expansion,
-    PackedTree,
-    Proposer,
-    at_least_float32,
-    gather_rows,
-    top_children,
-)
+from treespark.selection import at_least_float32, log_normalizer, selected_log_probs, top_children
+from treespark.tree import CandidateTree, Expansion, PackedTree, Proposer, gather_rows
 
 
 class LogitProposer(Proposer, Protocol):
@@ -48,8 +41,7 @@ class ExpandedParents(NamedTuple):
 
     def log_probs(self, tokens: Tensor) -> Tensor:
         """Returns differentiable log-probabilities [M, P, T] of tokens [M, P, T]."""
-        selected = at_least_float32(self.logits.gather(-1, tokens))
-        return selected - self.log_normalizer.unsqueeze(-1)
+        return selected_log_probs(self.logits, tokens, self.log_normalizer)
 
 
 class _Recorder:
@@ -65,10 +57,10 @@ class _Recorder:
 
     def expand(self, depth: int | Tensor, parents: Tensor, carry: Tensor, k: int) -> Expansion:
         logits, after = self.proposer.logits(depth, parents, carry)
-        log_normalizer = torch.logsumexp(at_least_float32(logits), -1)
-        tokens, log_probs = top_children(logits.detach(), k, log_normalizer.detach())
+        normalizer = log_normalizer(logits)
+        tokens, log_probs = top_children(logits.detach(), k, normalizer.detach())
         depths = torch.as_tensor(depth, device=parents.device).expand_as(parents)
-        self.calls.append(ExpandedParents(depths, logits, log_normalizer, log_probs[..., -1]))
+        self.calls.append(ExpandedParents(depths, logits, normalizer, log_probs[..., -1]))
         return Expansion(tokens, log_probs, after)
 
     def score(self, depth: int | Tensor, parents: Tensor, carry: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

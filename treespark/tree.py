@@ -65,37 +65,6 @@ def gather_rows(values: Tensor, index: Tensor) -> Tensor:
     return values.gather(1, index)
 
 
-def at_least_float32(values: Tensor) -> Tensor:
-    """Returns float64 as it is and everything narrower as float32."""
-    return values if values.dtype == torch.float64 else values.float()
-
-
-def top_children(logits: Tensor, k: int, log_normalizer: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Selects the k most likely tokens of each row, equal logits in order of token id.
-
-    Only the selected values are normalised. Source: arXiv 2610.20175 §D.4.
-
-    Args:
-        logits: [..., V].
-        k: Number of tokens.
-        log_normalizer: [...] the rows' logsumexp; computed where it is not given.
-
-    Returns:
-        Token ids [..., k], best first, and their natural log-probabilities [..., k], at least float32 and at most 0.
-    """
-    if log_normalizer is None:
-        log_normalizer = torch.logsumexp(at_least_float32(logits), -1)
-    values, tokens = logits.topk(min(k + 1, logits.shape[-1]), dim=-1)
-    # topk leaves the order of equal values open: where the selection is tied, a stable sort decides.
-    tied = (values[..., 1:] == values[..., :-1]).any(-1)
-    values, tokens = values[..., :k], tokens[..., :k]
-    if bool(tied.any()):
-        rows = logits[tied].sort(dim=-1, descending=True, stable=True)
-        values, tokens = values.clone(), tokens.clone()
-        values[tied], tokens[tied] = rows.values[..., :k], rows.indices[..., :k]
-    return tokens, (at_least_float32(values) - log_normalizer.unsqueeze(-1)).clamp(max=0.0)
-
-
 @dataclass(frozen=True)
 class CandidateTree:
     """All candidates that a policy proposed, before packing.

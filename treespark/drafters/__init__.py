@@ -1,0 +1,11 @@
+"""Drafters: models that propose the next K tokens of a target from its hidden states."""
+
+from __future__ import annotations
+
+from treespark.drafters.attention import DraftContext
+from treespark.drafters.base import CheckpointFormat, Drafter
+from treespark.drafters.dspark import DSparkDrafter
+from treespark.drafters.native import DeepSpecFormat
+from treespark.drafters.proposer import DraftProposer
+
+__all__ = ["CheckpointFormat", "DSparkDrafter", "DeepSpecFormat", "DraftContext", "DraftProposer", "Drafter"]

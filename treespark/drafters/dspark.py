@@ -1,0 +1,236 @@
+"""The DSpark drafter (arXiv 2607.05147); with rank 0 and no confidence head it is DFlash (arXiv 2602.06036).
+
+Shapes: R rows, S context positions, A anchors per row, M anchors or requests, K depths, H hidden, m tapped layers.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from treespark.drafters.attention import DraftContext, block_mask
+from treespark.drafters.backbone import DraftLayer, RMSNorm, Rotary
+from treespark.drafters.base import Drafter
+from treespark.drafters.confidence import ConfidenceHead
+from treespark.drafters.markov import build_markov_head
+from treespark.drafters.proposer import DraftProposer
+from treespark.target.spec import TargetSpec
+
+_log = logging.getLogger(__name__)
+_INIT_STD = 0.02
+
+
+def default_layer_ids(num_layers: int, count: int) -> list[int]:
+    """Returns the decoder layers of a target that are tapped by default: evenly spaced, the last ones left out.
+
+    They are round(1 + i (L - 4) / (m - 1)), clipped to 0..L-2 and made distinct ([1, 9, 17, 25, 33] for L = 36, m = 5).
+
+    Raises:
+        ValueError: For a target of fewer than 2 layers, or a count below 1.
+    """
+    if num_layers < 2:
+        raise ValueError(f"A target needs at least 2 layers, since the final one is not tapped; got {num_layers}.")
+    if count < 1:
+        raise ValueError(f"num_target_layers_tapped must be at least 1, got {count}.")
+    if num_layers == 2:
+        ids = [0]
+    elif count == 1:
+        ids = [min(num_layers // 2, num_layers - 2)]
+    else:
+        spaced = (round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
+        ids = sorted({min(max(i, 0), num_layers - 2) for i in spaced})
+    if len(ids) < count:
+        _log.warning("A target of %d layers offers %d tapped layers, not %d: %s", num_layers, len(ids), count, ids)
+    return ids
+
+
+def _check_layer_ids(ids: list[int], num_layers: int) -> None:
+    if not ids or len(set(ids)) != len(ids) or not all(0 <= i <= num_layers - 2 for i in ids):
+        raise ValueError(
+            f"target_layer_ids {ids} must be distinct decoder layers from 0 to {num_layers - 2}: the target has "
+            f"{num_layers}, and the final one is not allowed."
+        )
+
+
+class DSparkDrafter(Drafter):
+    """A block of K slots behind each anchor, a Markov correction by the parent token, and a confidence head.
+
+    The defaults are the paper's (arXiv 2610.20175 §3.4, D.1).
+
+    Args:
+        target: The target that is drafted for; its sizes are the drafter's unless said otherwise.
+        num_layers: Drafter layers.
+        block_size: K, drafted depths, anchor excluded.
+        head_dim: Width of an attention head; None takes the target's times `head_dim_ratio`.
+        head_dim_ratio: 1.5 is TreeSpark's widening (128 -> 192); rounded to an even width.
+        markov_rank: r; 0 for no Markov head.
+        markov_head: Kind of Markov head: "vanilla".
+        confidence: Whether there is a confidence head.
+        confidence_with_markov: Whether the confidence head also sees the parent's Markov embedding.
+        target_layer_ids: Decoder layers of the target whose outputs are the features; None spaces them evenly.
+        num_target_layers_tapped: How many, where `target_layer_ids` is None.
+        mask_token_id: Token of the masked slots; None takes one that text never produces.
+        intermediate_size: Inner width of the feed-forward blocks; None for the target's.
+        num_attention_heads: None for the target's.
+        num_key_value_heads: None for the target's.
+
+    Raises:
+        ValueError: For options that contradict each other or do not fit the target.
+    """
+
+    def __init__(
+        self,
+        target: TargetSpec,
+        num_layers: int = 5,
+        block_size: int = 7,
+        head_dim: int | None = None,
+        head_dim_ratio: float = 1.0,
+        markov_rank: int = 256,
+        markov_head: str = "vanilla",
+        confidence: bool = True,
+        confidence_with_markov: bool = True,
+        target_layer_ids: list[int] | None = None,
+        num_target_layers_tapped: int = 5,
+        mask_token_id: int | None = None,
+        intermediate_size: int | None = None,
+        num_attention_heads: int | None = None,
+        num_key_value_heads: int | None = None,
+    ) -> None:
+        if target_layer_ids is None:
+            target_layer_ids = default_layer_ids(target.num_layers, num_target_layers_tapped)
+        _check_layer_ids(target_layer_ids, target.num_layers)
+        if mask_token_id is None:
+            mask_token_id = target.mask_token_id
+        if mask_token_id is None:
+            raise ValueError(
+                f"The target '{target.name}' has no special token to spare for masked slots; give mask_token_id."
+            )
+        super().__init__(target, block_size, tuple(target_layer_ids), mask_token_id)
+        if num_layers < 1:
+            raise ValueError(f"num_layers must be at least 1, got {num_layers}.")
+        if head_dim is not None and head_dim_ratio != 1.0:
+            raise ValueError(f"Give head_dim ({head_dim}) or head_dim_ratio ({head_dim_ratio}), not both.")
+        if confidence and confidence_with_markov and markov_rank == 0:
+            raise ValueError(
+                "confidence_with_markov: true needs a Markov head; set confidence_with_markov: false or markov_rank "
+                "above 0."
+            )
+        self.num_layers = num_layers
+        self.head_dim = head_dim if head_dim is not None else 2 * round(target.head_dim * head_dim_ratio / 2)
+        self.num_attention_heads = num_attention_heads or target.num_attention_heads
+        self.num_key_value_heads = num_key_value_heads or target.num_key_value_heads
+        self.intermediate_size = intermediate_size or target.intermediate_size
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim must be an even number above 0, got {self.head_dim}.")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "
+                f"({self.num_key_value_heads})."
+            )
+        self.markov_rank, self.markov_head = markov_rank, markov_head
+        self.has_confidence = confidence
+        self.confidence_with_markov = confidence and confidence_with_markov
+        # A drafter rotates its whole head, also where the target rotates a part.
+        self.rope_parameters = {k: v for k, v in target.rope_parameters.items() if k != "partial_rotary_factor"}
+        self._rotary = Rotary(self.rope_parameters, self.head_dim, target.max_position_embeddings)
+
+        hidden, eps = target.hidden_size, target.rms_norm_eps
+        self.fc = nn.Linear(len(self.layer_ids) * hidden, hidden, bias=False)
+        self.hidden_norm = RMSNorm(hidden, eps)
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        self.layers = nn.ModuleList(
+            DraftLayer(hidden, self.intermediate_size, heads, kv_heads, self.head_dim, eps) for _ in range(num_layers)
+        )
+        self.norm = RMSNorm(hidden, eps)
+        self.markov = build_markov_head(markov_head, target.vocab_size, markov_rank)
+        rank = markov_rank if confidence_with_markov else 0
+        self.confidence_head = ConfidenceHead(hidden, rank) if confidence else None
+        self._reset_parameters()
+
+    def _reset_parameters(self) -> None:
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear) and not name.startswith("lm_head"):
+                nn.init.normal_(module.weight, std=_INIT_STD)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        if self.markov is not None:
+            self.markov.reset_parameters(_INIT_STD)
+
+    def config(self) -> dict[str, Any]:
+        """Returns the class and its resolved options, without the target."""
+        return {
+            "class_path": type(self).__name__,
+            "init_args": {
+                "num_layers": self.num_layers,
+                "block_size": self.block_size,
+                "head_dim": self.head_dim,
+                "markov_rank": self.markov_rank,
+                "markov_head": self.markov_head,
+                "confidence": self.has_confidence,
+                "confidence_with_markov": self.confidence_with_markov,
+                "target_layer_ids": list(self.layer_ids),
+                "mask_token_id": self.mask_token_id,
+                "intermediate_size": self.intermediate_size,
+                "num_attention_heads": self.num_attention_heads,
+                "num_key_value_heads": self.num_key_value_heads,
+            },
+        }
+
+    def encode(self, features: Tensor, positions: Tensor, context: DraftContext | None = None) -> DraftContext:
+        """Projects features [R, S, m*H] once, and gives each layer its keys and values of them."""
+        states = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+        rotary = self._rotary(positions, states.dtype)
+        pairs = [layer.self_attn.keys_values(states, rotary) for layer in self._layer_list()]
+        keys, values = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        if context is None:
+            return DraftContext(keys, values)
+        context.append(keys, values)
+        return context
+
+    def draft(
+        self,
+        context: DraftContext,
+        anchor_tokens: Tensor,
+        anchor_positions: Tensor,
+        context_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Runs the slots of all anchors in one pass: states [R, A, K, H] after the final norm."""
+        rows, anchors = anchor_tokens.shape
+        size = self.block_size
+        tokens = anchor_tokens.new_full((rows, anchors, size), self.mask_token_id)
+        tokens[:, :, 0] = anchor_tokens
+        offsets = torch.arange(size, device=anchor_positions.device)
+        positions = (anchor_positions.unsqueeze(-1) + offsets).view(rows, anchors * size)
+        x = self.embed_tokens(tokens.view(rows, anchors * size)).to(self.fc.weight.dtype)
+        rotary = self._rotary(positions, x.dtype)
+        mask = self._mask(context, context_mask, rows, anchors, x.device)
+        for i, layer in enumerate(self._layer_list()):
+            x = layer(x, rotary, context.layer(i), mask)
+        states: Tensor = self.norm(x)
+        return states.view(rows, anchors, size, -1)
+
+    def propose(self, hidden: Tensor, root_tokens: Tensor) -> DraftProposer:
+        """Returns the distributions of M anchors from their slots' states [M, K, H]."""
+        return DraftProposer(hidden, root_tokens, self.base_logits, self.markov, self.confidence_head)
+
+    def _layer_list(self) -> list[DraftLayer]:
+        return list(self.layers)  # type: ignore[arg-type]
+
+    def _mask(
+        self, context: DraftContext, context_mask: Tensor | None, rows: int, anchors: int, device: torch.device
+    ) -> Tensor | None:
+        if context_mask is None:
+            if anchors == 1:
+                return None
+            context_mask = torch.ones(rows, anchors, context.length, dtype=torch.bool, device=device)
+        elif context_mask.shape != (rows, anchors, context.length):
+            raise ValueError(
+                f"Expected a context mask of shape {[rows, anchors, context.length]}, got {list(context_mask.shape)}."
+            )
+        elif anchors == 1 and bool(context_mask.all()):
+            # One anchor that sees all of the context: attention needs no mask, which is the fast path of decoding.
+            return None
+        return block_mask(context_mask, self.block_size)

@@ -1,0 +1,151 @@
+"""A drafter's distributions for M anchors: base logits once, a Markov correction for each parent.
+
+Shapes: M anchors or requests, K depths, P parents, T tokens of a parent, k children, H hidden, c carry, V vocabulary.
+Only the base logits [M, K, V] are kept; selected log-probabilities are `gather - logsumexp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from treespark.drafters.confidence import ConfidenceHead
+from treespark.drafters.markov import MarkovHead
+from treespark.selection import at_least_float32, selected_log_probs, top_children
+from treespark.tree import Expansion
+
+
+class DraftProposer:
+    """What one backbone pass proposes; implements `treespark.tree.Proposer`.
+
+    Args:
+        hidden: [M, K, H] states of the slots after the drafter's final norm.
+        root_tokens: [M] anchor tokens.
+        head: Maps hidden states to the base logits (the target's own output head).
+        markov: The Markov head, or None.
+        confidence: The confidence head, or None.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        root_tokens: Tensor,
+        head: Callable[[Tensor], Tensor],
+        markov: MarkovHead | None = None,
+        confidence: ConfidenceHead | None = None,
+    ) -> None:
+        self.hidden, self.root_tokens = hidden, root_tokens
+        self._head, self._markov, self._confidence = head, markov, confidence
+
+    @property
+    def depths(self) -> int:
+        """Number of depths K."""
+        return self.hidden.shape[1]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens V."""
+        return self.base_logits.shape[-1]
+
+    @property
+    def has_confidence(self) -> bool:
+        """Whether there is a confidence head."""
+        return self._confidence is not None
+
+    @cached_property
+    def base_logits(self) -> Tensor:
+        """Logits U_d [M, K, V], shared by every parent of a depth (arXiv 2610.20175 §3.1)."""
+        return self._head(self.hidden)
+
+    @cached_property
+    def _hidden_confidence(self) -> Tensor:
+        assert self._confidence is not None
+        return self._confidence.from_hidden(self.hidden)
+
+    def root_carry(self) -> Tensor:
+        """Returns the state that the root inherits: zeros [M, 1, c]."""
+        size = self._markov.carry_size if self._markov is not None else 0
+        return self.hidden.new_zeros(len(self.root_tokens), 1, size)
+
+    def _at(self, values: Tensor, depth: int | Tensor) -> Tensor:
+        """Picks `values[:, depth - 1]` of [M, K, X]: [M, 1, X], or [M, P, X] for depths [M, P]."""
+        if isinstance(depth, int):
+            return values[:, depth - 1 : depth]
+        rows = torch.arange(len(values), device=values.device).unsqueeze(1)
+        return values[rows, depth - 1]
+
+    def logits(self, depth: int | Tensor, parents: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the conditional logits U_d + b(parent) [M, P, V], and the states [M, P, c] of their children.
+
+        Args:
+            depth: Of the children, 1..K; a tensor [M, P] when parents differ.
+            parents: [M, P] token ids.
+            carry: [M, P, c] states that the parents inherited.
+        """
+        base = self._at(self.base_logits, depth)
+        if self._markov is None:
+            return base.expand(-1, parents.shape[1], -1), carry
+        latents, inherited = self._markov.step(parents, carry, self._at(self.hidden, depth))
+        return base + self._markov.bias(latents), inherited
+
+    def expand(self, depth: int | Tensor, parents: Tensor, carry: Tensor, k: int) -> Expansion:
+        """Proposes the k best children of each parent, with their log-probabilities given the path.
+
+        Args:
+            depth: Of the children, 1..K; a tensor [M, P] when parents differ.
+            parents: [M, P] token ids.
+            carry: [M, P, c] states that the parents inherited.
+            k: Children of each parent, 1..V.
+        """
+        logits, inherited = self.logits(depth, parents, carry)
+        return Expansion(*top_children(logits, k), inherited, self._log_confidence(depth, parents))
+
+    def score(self, depth: int | Tensor, parents: Tensor, carry: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the log-probabilities [M, P, T] of children tokens [M, P, T], differentiable, and their states."""
+        logits, inherited = self.logits(depth, parents, carry)
+        return selected_log_probs(logits, tokens), inherited
+
+    def marginals(self, k: int) -> tuple[Tensor, Tensor]:
+        """Returns the k best tokens of each depth and their log-probabilities [M, K, k], without any correction."""
+        return top_children(self.base_logits, k)
+
+    def path_logits(self, tokens: Tensor) -> Tensor:
+        """Returns the logits [M, K, V] along one path: row d-1 predicts depth d after parent tokens[:, d-1].
+
+        Args:
+            tokens: [M, K]; column 0 is the anchor itself, column d the path's token at depth d.
+        """
+        if self._markov is None:
+            return self.base_logits
+        return self.base_logits + self._markov.bias(self._markov.path(tokens, self.hidden))
+
+    def confidence_logits(self, parents: Tensor, detach: bool = False) -> Tensor:
+        """Returns the logits [M, K] of the one-step acceptance probability along a path.
+
+        Args:
+            parents: [M, K]; column d-1 is the parent of depth d (column 0 the anchor).
+            detach: Whether the head's inputs are detached, so that only the head itself learns from it.
+
+        Raises:
+            ValueError: When the drafter has no confidence head.
+        """
+        if self._confidence is None:
+            raise ValueError("The drafter has no confidence head; build it with confidence=True.")
+        logits = self._confidence.from_hidden(self.hidden.detach() if detach else self.hidden)
+        if self._markov is not None and self._confidence.with_markov:
+            embedded = self._markov.embed(parents)
+            logits = logits + self._confidence.from_parent(embedded.detach() if detach else embedded)
+        return logits
+
+    def _log_confidence(self, depth: int | Tensor, parents: Tensor) -> Tensor | None:
+        if self._confidence is None:
+            return None
+        logits = self._at(self._hidden_confidence.unsqueeze(-1), depth).squeeze(-1)
+        if self._markov is not None and self._confidence.with_markov:
+            logits = logits + self._confidence.from_parent(self._markov.embed(parents))
+        logits = logits.expand_as(parents)
+        return F.logsigmoid(at_least_float32(logits))
