@@ -1,0 +1,162 @@
+"""The Lightning datamodule: prompt files in, batches of anchors out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+
+from treespark.data.loader import BatchLoader, TrainLoader
+from treespark.data.prompts import OnError, Problems, as_paths, hash_files
+from treespark.data.samples import Sample, load_samples
+from treespark.data.template import ChatEncoder
+
+
+class DraftingData(LightningDataModule):
+    """Conversations with the target's answers, rendered by its chat template; loss on the answers only.
+
+    Args:
+        target: the target whose tokenizer and chat template apply: a name, a folder or a hub id.
+        train: JSONL file or files with answers.
+        val: JSONL file with answers that the target wrote (``treespark generate``), or None.
+        test: likewise, for ``treespark test``.
+        max_length: tokens per sequence; longer answers are cut.
+        num_anchors: anchors drawn per sequence and epoch.
+        batch_size: rows per micro-batch.
+        micro_batches: micro-batches per optimiser step and process.
+        val_batch_size: rows per validation or test batch; as ``batch_size`` if not given.
+        seed: seeds the order of samples and the anchors.
+        num_workers: processes that build batches ahead.
+        on_error: ``stop`` at the first unusable line, or ``skip`` such lines with a report.
+        chat_template_kwargs: options that the chat template reads, such as ``enable_thinking``.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        train: str | list[str] | None = None,
+        val: str | None = None,
+        test: str | None = None,
+        max_length: int = 2048,
+        num_anchors: int = 64,
+        batch_size: int = 4,
+        micro_batches: int = 1,
+        val_batch_size: int | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+        on_error: OnError = "stop",
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value, least in (
+            ("max_length", max_length, 3),
+            ("num_anchors", num_anchors, 1),
+            ("batch_size", batch_size, 1),
+            ("micro_batches", micro_batches, 1),
+            ("val_batch_size", val_batch_size or batch_size, 1),
+            ("num_workers", num_workers, 0),
+        ):
+            if value < least:
+                raise ValueError(f"data.{name} must be at least {least}, got {value}.")
+        Problems(on_error)  # checks the word
+        self.target = target
+        self.train = train
+        self.val = val
+        self.test = test
+        self.max_length = max_length
+        self.num_anchors = num_anchors
+        self.batch_size = batch_size
+        self.micro_batches = micro_batches
+        self.val_batch_size = val_batch_size or batch_size
+        self.seed = seed
+        self.num_workers = num_workers
+        self.on_error: OnError = on_error
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self.num_skipped = 0
+        self._encoder: ChatEncoder | None = None
+        self._samples: dict[str, list[Sample]] = {}
+
+    @property
+    def encoder(self) -> ChatEncoder:
+        """Tokenizer and template, loaded when first used."""
+        if self._encoder is None:
+            from treespark.target import load_tokenizer
+
+            self._encoder = ChatEncoder(load_tokenizer(self.target), self.chat_template_kwargs)
+        return self._encoder
+
+    @property
+    def data_hash(self) -> str:
+        """SHA-256 of the bytes of all files, in the order train, val, test."""
+        return hash_files([path for role in ("train", "val", "test") for path in self._paths(role)])
+
+    def _paths(self, role: str) -> list[str]:
+        return as_paths({"train": self.train, "val": self.val, "test": self.test}[role])
+
+    def samples(self, role: str) -> Sequence[Sample]:
+        """The tokenised samples of ``"train"``, ``"val"`` or ``"test"``, read once.
+
+        Raises:
+            FileNotFoundError: a file does not exist.
+            DataError: a line cannot be used, or nothing usable is left.
+            ValueError: no file is configured for the role.
+        """
+        if role not in self._samples:
+            paths = self._paths(role)
+            if not paths:
+                raise ValueError(
+                    f"data.{role} names no file. Give a JSONL file with answers (treespark generate writes them)."
+                )
+            problems = Problems(self.on_error)
+            self._samples[role] = load_samples(paths, self.encoder, self.max_length, problems)
+            self.num_skipped += len(problems.errors)
+        return self._samples[role]
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read and tokenise what a stage needs, so that bad data stops a run before it starts."""
+        needed = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}.get(
+            stage or "", ("train", "val", "test")
+        )
+        for role in needed:
+            if self._paths(role):
+                self.samples(role)
+
+    def train_dataloader(self) -> TrainLoader:
+        """Shuffled, resumable; one item is one optimiser step."""
+        return TrainLoader(
+            self.samples("train"),
+            data_hash=hash_files(self._paths("train")),
+            num_anchors=self.num_anchors,
+            batch_size=self.batch_size,
+            micro_batches=self.micro_batches,
+            seed=self.seed,
+            num_workers=self.num_workers,
+            **self._process(),
+        )
+
+    def val_dataloader(self) -> BatchLoader | list[BatchLoader]:
+        """In file order, with the anchors of epoch 0 at every pass; empty without a validation file."""
+        return self._evaluation("val") if self.val else []
+
+    def test_dataloader(self) -> BatchLoader:
+        """In file order, with the anchors of epoch 0."""
+        return self._evaluation("test")
+
+    def _evaluation(self, role: str) -> BatchLoader:
+        return BatchLoader(
+            self.samples(role),
+            num_anchors=self.num_anchors,
+            batch_size=self.val_batch_size,
+            seed=self.seed,
+            num_workers=self.num_workers,
+            **self._process(),
+        )
+
+    def _process(self) -> dict[str, int]:
+        if self.trainer is None:
+            return {"rank": 0, "world_size": 1}
+        return {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
