@@ -1,0 +1,108 @@
+"""Drafters as users name them: a folder in the native format, or a checkpoint file of a training run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from treespark.drafters import Drafter
+    from treespark.target import Target
+
+_PREFIX = "drafter."
+
+
+@dataclass(frozen=True)
+class DrafterSource:
+    """A drafter that is about to be loaded.
+
+    Attributes:
+        path: What the user named.
+        target_name: The target that it was trained for, as its trainer called it.
+        load: Builds the drafter in the target's precision and binds it to the target.
+    """
+
+    path: str
+    target_name: str
+    load: Callable[[Target], Drafter]
+
+
+def open_drafter(path: str | Path) -> DrafterSource:
+    """Opens a drafter's folder or checkpoint file.
+
+    Args:
+        path: A folder that `save_pretrained` wrote, or a `.ckpt` file of `treespark fit`.
+
+    Raises:
+        FileNotFoundError: When there is no such path.
+        ValueError: When the file is not a checkpoint of this framework. `load` raises ValueError for another target
+            than the drafter's.
+    """
+    place = Path(path).expanduser()
+    if not place.exists():
+        raise FileNotFoundError(
+            f"{path}: no such drafter. Give a folder that save_pretrained wrote, or a checkpoint file (.ckpt) of "
+            "`treespark fit`."
+        )
+    return _open_folder(place) if place.is_dir() else _open_checkpoint(place)
+
+
+def weights_hash(drafter: Drafter) -> str:
+    """Returns the SHA-256 of the drafter's own tensors: the same weights in the same precision give the same text."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(drafter.trainable_state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _open_folder(folder: Path) -> DrafterSource:
+    from treespark.drafters import Drafter
+
+    drafter: Drafter = Drafter.from_pretrained(folder)
+    return DrafterSource(str(folder), drafter.spec.name, lambda target: _fit(drafter, target))
+
+
+def _open_checkpoint(file: Path) -> DrafterSource:
+    try:
+        checkpoint: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        record, weights = checkpoint["treespark"], checkpoint["state_dict"]
+        name, identity = str(record["target"]), str(record["fingerprint"])
+    except Exception as error:  # unpickling raises whatever the bytes lead it to
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"{file}: not a checkpoint of `treespark fit` ({type(error).__name__}: {reason}). Give its .ckpt file, or "
+            "a folder that save_pretrained wrote."
+        ) from error
+
+    def load(target: Target) -> Drafter:
+        from treespark.drafters import Drafter
+        from treespark.registry import load_all
+
+        if identity != target.spec.fingerprint:
+            raise ValueError(
+                f"{file} was trained for the target '{name}' (identity {identity[:12]}), but '{target.spec.name}' "
+                f"({target.spec.fingerprint[:12]}) was loaded. Give the target it was trained for."
+            )
+        load_all()
+        config = record["drafter"]
+        options = dict(config["init_args"]) | {"target": target.spec}
+        drafter: Drafter = Drafter.from_config({"class_path": config["class_path"], "init_args": options})
+        drafter.load_trainable_state_dict(
+            {key.removeprefix(_PREFIX): value for key, value in weights.items() if key.startswith(_PREFIX)}
+        )
+        drafter.recorded_policy = record["policy"]
+        drafter.extra = {key: record[key] for key in ("chat_template_kwargs",) if record.get(key)}
+        return _fit(drafter, target)
+
+    return DrafterSource(str(file), name, load)
+
+
+def _fit(drafter: Drafter, target: Target) -> Drafter:
+    drafter.bind(target)  # first: until then the embedding and the head may hold no memory that could be moved
+    return drafter.to(device=target.device, dtype=target.dtype).eval()

@@ -1,0 +1,157 @@
+"""The report: rich tables and plain sentences about what was measured."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from treespark.bench.results import Results
+    from treespark.bench.statistics import Interval
+
+_WIDTH = 118  # of a report that does not go to a terminal
+_MAX_LISTED = 20
+
+
+def print_report(results: Results, console: Console | None = None) -> None:
+    """Prints the tables, comparisons, differences and warnings of a benchmark.
+
+    Args:
+        results: What was measured.
+        console: Where to print; by default the standard output.
+    """
+    from rich.console import Console
+
+    console = console or Console(width=None if sys.stdout.isatty() else _WIDTH)
+    for line in _heading(results):
+        console.print(line, highlight=False, markup=False)
+    for suite in [*results.suite_names, *([None] if len(results.suite_names) > 1 else [])]:
+        console.print(main_table(results, suite))
+    console.print(position_table(results))
+    if not results.simulated:
+        console.print(time_table(results))
+    for line in _notes(results):
+        console.print(line, highlight=False, markup=False)
+    for line in _verdict(results):
+        console.print(line, highlight=False, markup=False, style=None if results.ok else "bold red")
+    for message in results.warnings():
+        console.print(f"WARNING: {message}", highlight=False, markup=False, style="bold yellow")
+
+
+def main_table(results: Results, suite: str | None = None) -> Table:
+    """Builds the table of a suite, or of all prompts pooled: one row per arm."""
+    from rich.table import Table
+
+    prompts = results.select(suite)
+    table = Table(title=f"{suite or 'all suites'} ({len(prompts)} prompts)", title_justify="left")
+    table.add_column("arm", overflow="fold")
+    table.add_column("policy", overflow="fold")
+    timed = [] if results.simulated else ["tok/s", "x plain", "first tok", "identical"]
+    for column in ["tau", "accepted", *timed]:
+        table.add_column(column, justify="right", no_wrap=True)
+    for arm in results.arms:
+        summary = results.summary(arm["name"], suite)
+        cells = [_number(summary.tau, 2), _number(summary.mean_accepted, 2)]
+        if not results.simulated:
+            first = summary.time_to_first_token
+            cells += [
+                _number(summary.tokens_per_second, 1),
+                _number(summary.speed_ratio, 2),
+                "-" if math.isnan(first) else f"{1000 * first:.0f} ms",
+                f"{summary.num_identical}/{summary.num_compared}" if summary.num_compared else "-",
+            ]
+        mark = " *" if arm["marked"] else ""
+        policy = arm["description"] if arm["description"] != arm["name"] else ""
+        table.add_row(f"{arm['name']}{mark}", policy, *cells)
+    return table
+
+
+def position_table(results: Results) -> Table:
+    """Builds the table of acceptance by position: shares of rounds that accept at least so many draft tokens."""
+    from rich.table import Table
+
+    table = Table(title="acceptance by position (share of rounds)", title_justify="left")
+    table.add_column("arm", overflow="fold")
+    for depth in range(1, results.depths + 1):
+        table.add_column(str(depth), justify="right", no_wrap=True)
+    for arm in _drafted(results):
+        shares = results.summary(arm["name"]).acceptance_by_position
+        table.add_row(arm["name"], *(_number(share, 3) for share in shares))
+    return table
+
+
+def time_table(results: Results) -> Table:
+    """Builds the table of time shares."""
+    from rich.table import Table
+
+    table = Table(title="share of the decoding time", title_justify="left")
+    table.add_column("arm", overflow="fold")
+    parts = ("draft", "build", "verify", "commit", "other")
+    for part in parts:
+        table.add_column(part, justify="right", no_wrap=True)
+    for arm in _drafted(results):
+        shares = results.summary(arm["name"]).time_shares
+        table.add_row(arm["name"], *("-" if part not in shares else f"{100 * shares[part]:.0f} %" for part in parts))
+    return table
+
+
+def _drafted(results: Results) -> list[dict[str, Any]]:
+    return [arm for arm in results.arms if arm["policy"] is not None]
+
+
+def _heading(results: Results) -> list[str]:
+    hardware = results.hardware
+    where = ", ".join([*hardware.get("accelerators", []), hardware.get("cpu", "unknown processor")])
+    drafter = results.drafter.get("path") or results.drafter.get("config", {}).get("class_path", "")
+    limit = results.settings.get("max_new_tokens")
+    how = "rounds simulated on the target's own answers" if results.simulated else "greedy, one request at a time"
+    return [
+        f"Drafter {drafter} for target {results.target.get('name', '')}; {how}, at most {limit} new tokens.",
+        f"{where}, {results.dtype}.",
+    ]
+
+
+def _notes(results: Results) -> list[str]:
+    lines = []
+    if any(arm["marked"] for arm in results.arms):
+        lines.append("* another policy than the one recorded with the drafter.")
+    elif results.drafter.get("recorded_policy") is None:
+        lines.append("No policy is recorded with this drafter.")
+    lines += [f"{name}: {_interval(interval)}" for name, interval in results.intervals().items()]
+    return lines
+
+
+def _verdict(results: Results) -> list[str]:
+    if not results.num_compared_tokens:
+        return []
+    differences = results.differences
+    if not differences:
+        return [f"Outputs: identical to plain decoding's ({results.num_compared_tokens} tokens compared)."]
+    lines = [
+        f"Outputs: {len(differences)} differ from plain decoding's ({results.num_compared_tokens} tokens compared, "
+        f"allowed: {results.allowed_differences:g} at near-ties):"
+    ]
+    for item in differences[:_MAX_LISTED]:
+        gap = "one output ended" if item.gap is None else f"logit gap {item.gap:.2g}"
+        kind = "near-tie" if item.near_tie else "NOT a near-tie"
+        lines.append(f"  {item.arm}, {item.suite}[{item.index}] id {item.id}, token {item.position}: {gap}, {kind}")
+    if len(differences) > _MAX_LISTED:
+        lines.append(f"  and {len(differences) - _MAX_LISTED} more.")
+    if not results.ok:
+        lines.append("ERROR: this is not greedy decoding of the target. Do not trust the numbers above.")
+    return lines
+
+
+def _number(value: float, digits: int) -> str:
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def _interval(interval: Interval) -> str:
+    if math.isnan(interval.low):
+        return f"{_number(interval.value, 3)} (too few prompts for an interval)"
+    ends = f"{interval.low:.3f} to {interval.high:.3f}"
+    return f"{interval.value:.3f} (95 % interval {ends}, {interval.num_prompts} prompts)"

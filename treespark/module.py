@@ -1,0 +1,285 @@
+"""The LightningModule: composes target, drafter, tree policy, losses and metrics; the mathematics lives in the rooms.
+
+Shapes: R rows, S sequence, A anchors per row, M valid anchors of a micro-batch, K depths, H hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+
+from treespark.blocks import DraftBlocks, Labels, make_labels
+from treespark.data import MicroBatch
+from treespark.drafters import Drafter
+from treespark.losses import LossTerm
+from treespark.metrics import ValidationMetrics
+from treespark.objective import Drafted, Objective
+from treespark.policies import TreePolicy
+from treespark.target import Target, TargetFeatures, TargetSpec, check_mask_token
+
+
+class DraftingModule(LightningModule):
+    """Trains a drafter for a frozen target under the tree policy that it is deployed with.
+
+    One `training_step` is one optimiser step over a list of micro-batches (arXiv 2610.20175 §3.2, B.4).
+
+    Args:
+        target: The frozen target: a known name, a local model folder or a hub id.
+        drafter: Class and options of the drafter; it is built for the target's sizes.
+        policy: The tree policy, in replay and in decoding; recorded with the drafter.
+        losses: The terms of the objective; a coefficient of 0 switches a term and its work off.
+        learning_rate: Peak learning rate of AdamW.
+        weight_decay: Weight decay of AdamW.
+        betas: AdamW's coefficients of the running averages.
+        warmup_ratio: Share of all steps with a linear warm-up; a cosine to 0 follows.
+        chunk_anchors: Anchors whose losses are computed together; bounds memory, changes no result.
+        target_dtype: Of the target's weights and hidden states.
+        target_revision: Revision of a hub id.
+        simulate: Measure acceptance in validation by simulated rounds. Needs answers that the target itself wrote
+            (`treespark generate`).
+        max_simulated_rows: At most so many validation rows are simulated; None takes all.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        drafter: Callable[[TargetSpec], Drafter],
+        policy: TreePolicy,
+        losses: list[LossTerm],
+        learning_rate: float = 6e-4,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        warmup_ratio: float = 0.04,
+        chunk_anchors: int = 64,
+        target_dtype: str = "float32",
+        target_revision: str | None = None,
+        simulate: bool = True,
+        max_simulated_rows: int | None = None,
+    ) -> None:
+        super().__init__()
+        if not 0 <= warmup_ratio < 1:
+            raise ValueError(f"warmup_ratio must be at least 0 and below 1, got {warmup_ratio}.")
+        self.target_name, self.target_dtype, self.target_revision = target, target_dtype, target_revision
+        self.policy, self.make_drafter = policy, drafter
+        self.objective = Objective(losses, chunk_anchors)
+        self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, betas
+        self.warmup_ratio, self.simulate, self.max_simulated_rows = warmup_ratio, simulate, max_simulated_rows
+        self.target: Target
+        self.drafter: Drafter
+        self.metrics: ValidationMetrics
+
+    # Building -------------------------------------------------------------------------------------------------------
+
+    def configure_model(self) -> None:
+        """Loads the target and builds the drafter for it; does nothing when called again.
+
+        Raises:
+            ValueError: When policy, losses or mask token do not fit the target or the drafter.
+        """
+        if hasattr(self, "target"):
+            return
+        target = Target.load(self.target_name, dtype=self.target_dtype, revision=self.target_revision)
+        self.compose(target)
+
+    def compose(self, target: Target) -> None:
+        """Takes a loaded target and builds the drafter; see `configure_model`."""
+        drafter = self.make_drafter(target.spec)
+        self.policy.check(drafter.block_size, target.spec.vocab_size)
+        check_mask_token(target.tokenizer if target.has_tokenizer else None, drafter.mask_token_id, target.spec)
+        for term in self.objective.terms:
+            if "confidence" in term.needs and not drafter.has_confidence:
+                raise ValueError(
+                    f"The loss {type(term).__name__} needs a confidence head, which this {type(drafter).__name__} has "
+                    "not: set the drafter's option confidence to true, or the loss's coefficient to 0."
+                )
+        drafter.bind(target)
+        self.target, self.drafter = target, drafter
+        self.metrics = ValidationMetrics(
+            drafter.block_size, [term.name for term in self.objective.terms], drafter.has_confidence
+        )
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """AdamW with a linear warm-up and a cosine to 0 over all optimiser steps of the run, in closed form."""
+        parameters = [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(
+            parameters, lr=self.learning_rate, betas=self.betas, weight_decay=self.weight_decay
+        )
+        total = int(self.trainer.estimated_stepping_batches)
+        warmup = math.ceil(self.warmup_ratio * total)
+
+        def factor(step: int) -> float:
+            if step < warmup:
+                return (step + 1) / warmup
+            progress = min(1.0, (step - warmup) / max(1, total - warmup))
+            return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_fit_start(self) -> None:
+        """Refuses trainer settings that would change what a step means."""
+        if self.trainer.accumulate_grad_batches != 1:
+            raise ValueError(
+                f"trainer.accumulate_grad_batches is {self.trainer.accumulate_grad_batches}, but it averages "
+                "micro-batches of unequal weight. Leave it at 1 and set data.micro_batches instead."
+            )
+
+    # Training -------------------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: list[MicroBatch], batch_idx: int) -> Tensor:
+        """Returns the loss of one optimiser step over all micro-batches."""
+        labels = [self._labels(micro_batch) for micro_batch in batch]
+        value = self.objective(
+            (self._draft(micro_batch, item)[0] for micro_batch, item in zip(batch, labels, strict=True)),
+            [parameter for parameter in self.drafter.parameters() if parameter.requires_grad],
+            labels=labels,
+            reduce=lambda tensor: self.trainer.strategy.reduce(tensor, reduce_op="sum"),
+            world_size=self.trainer.world_size,
+        )
+        logged = {
+            f"train/loss/{term.name}": item
+            for term, item in zip(self.objective.terms, value.values, strict=True)
+            if torch.isfinite(item)
+        }
+        self.log_dict({key: item.float() for key, item in logged.items()})
+        self.log("train/loss", value.loss.detach().float() / self.trainer.world_size, prog_bar=True)
+        self.log("train/num_anchors", float(sum(len(item) for item in labels)))
+        return value.loss
+
+    def _labels(self, batch: MicroBatch) -> Labels:
+        rows, anchors = self._anchors(batch)
+        depths = self.drafter.block_size
+        expanded = self.policy.expanded_per_depth(depths)
+        return make_labels(batch.input_ids, batch.loss_mask, batch.document_ids, rows, anchors, depths, expanded)
+
+    @staticmethod
+    def _anchors(batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Rows and positions of the M valid anchors, each [M]."""
+        rows, columns = batch.anchor_mask.nonzero(as_tuple=True)
+        return rows, batch.anchors[rows, columns]
+
+    def _draft(self, batch: MicroBatch, labels: Labels) -> tuple[Drafted, TargetFeatures]:
+        """Runs target and backbone once on a micro-batch."""
+        features = self.target.features(
+            batch.input_ids, self.drafter.layer_ids, batch.attention_mask, batch.position_ids
+        )
+        context = self.drafter.encode(features.context, batch.position_ids)
+        positions = batch.position_ids.gather(1, batch.anchors)
+        every = torch.arange(batch.input_ids.shape[1], device=self.device)
+        # An anchor sees the same document strictly before it: its own hidden state is not known in decoding.
+        visible = every < batch.anchors.unsqueeze(-1)
+        visible &= batch.document_ids.unsqueeze(1) == batch.document_ids.gather(1, batch.anchors).unsqueeze(-1)
+        tokens = batch.input_ids.gather(1, batch.anchors)
+        hidden = self.drafter.draft(context, tokens, positions, visible)[batch.anchor_mask]
+        rows, anchors = self._anchors(batch)
+        depth = torch.arange(self.drafter.block_size, device=self.device)
+        reference = (anchors.unsqueeze(1) + depth).clamp(max=batch.input_ids.shape[1] - 1)
+        target_hidden = features.final[rows.unsqueeze(1), reference]
+
+        def make_blocks(chunk: Tensor, part: slice) -> DraftBlocks:
+            proposer = self.drafter.propose(chunk, labels.root_tokens[part])
+            return DraftBlocks(labels[part], proposer, target_hidden[part], self.target.logits, self.policy)
+
+        return Drafted(hidden, labels, make_blocks), features
+
+    # Validation -----------------------------------------------------------------------------------------------------
+
+    def validation_step(self, batch: list[MicroBatch], batch_idx: int) -> None:
+        """Adds losses, packed-tree diagnostics and simulated rounds of a batch."""
+        for micro_batch in batch:
+            labels = self._labels(micro_batch)
+            drafted, features = self._draft(micro_batch, labels)
+            sums, weights = self.objective.evaluate(drafted, self.metrics.visit)
+            self.metrics.add_losses(sums, weights)
+            if self.simulate:
+                self._simulate(micro_batch, features)
+
+    def _simulate(self, batch: MicroBatch, features: TargetFeatures) -> None:
+        from treespark.decoding import simulate
+
+        rows = (batch.sample_ids >= 0).nonzero()[:, 0]  # the others fill up a process's share
+        if self.max_simulated_rows is not None:
+            rows = rows[: max(0, self.max_simulated_rows - self.metrics.num_simulated)]
+        if not bool(batch.own_text[rows].all()):
+            raise ValueError(
+                "Simulated rounds need answers that the target itself wrote, with their token ids: make the "
+                "validation file with `treespark generate`, or set model.simulate to false."
+            )
+        rounds = simulate(
+            self.target,
+            self.drafter,
+            self.policy,
+            TargetFeatures(features.context[rows], features.final[rows]),
+            batch.input_ids[rows],
+            batch.prompt_lengths[rows],
+            batch.attention_mask[rows].sum(1),
+        )
+        self.metrics.add_rounds(rounds)
+
+    def on_validation_epoch_start(self) -> None:
+        """Starts every validation from empty metrics."""
+        self.metrics.reset()
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs the metrics under `val/`."""
+        self._log_metrics("val")
+
+    def test_step(self, batch: list[MicroBatch], batch_idx: int) -> None:
+        """Same as `validation_step`, on the test file."""
+        self.validation_step(batch, batch_idx)
+
+    def on_test_epoch_start(self) -> None:
+        """Starts from empty metrics."""
+        self.metrics.reset()
+
+    def on_test_epoch_end(self) -> None:
+        """Logs the metrics under `test/`."""
+        self._log_metrics("test")
+
+    def _log_metrics(self, stage: str) -> None:
+        for name, value in self.metrics.compute().items():
+            self.log(f"{stage}/{name}", float(value), prog_bar=name == "tau", rank_zero_only=False)
+
+    # Checkpoints ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Returns the trainable tensors alone: no target, no embedding, no output head."""
+        return {f"drafter.{name}": tensor for name, tensor in self.drafter.trainable_state_dict().items()}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Loads what `state_dict` gave.
+
+        Raises:
+            ValueError: For missing, unexpected or mis-shaped tensors, by name.
+        """
+        prefix = "drafter."
+        self.drafter.load_trainable_state_dict({name.removeprefix(prefix): item for name, item in state_dict.items()})
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds what is needed to decode: the drafter's options, the recorded policy, the target's name and identity."""
+        checkpoint["treespark"] = {
+            "drafter": self.drafter.config(),
+            "policy": self.policy.config(),
+            "target": self.target_name,
+            "fingerprint": self.target.spec.fingerprint,
+            "chat_template_kwargs": getattr(self.trainer.datamodule, "chat_template_kwargs", {}),  # type: ignore[attr-defined]
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuses a checkpoint of another target.
+
+        Raises:
+            ValueError: When the recorded identity is not this target's.
+        """
+        recorded = checkpoint.get("treespark", {}).get("fingerprint")
+        if recorded != self.target.spec.fingerprint:
+            raise ValueError(
+                f"The checkpoint was trained for another target (identity {str(recorded)[:12]}, here "
+                f"{self.target.spec.fingerprint[:12]} of '{self.target_name}'). Give the target it was trained for."
+            )

@@ -1,0 +1,231 @@
+"""The training objective: loss terms summed over chunks of anchors, micro-batches and processes, divided once.
+
+Memory is bounded by the chunk, not by the number of anchors. Source of the normalisation: arXiv 2610.20175 §B.4.
+
+Shapes: M anchors of a micro-batch, K depths, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from treespark.blocks import DraftBlocks, Labels
+from treespark.losses.base import LossTerm
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """One micro-batch after the backbone's pass.
+
+    Attributes:
+        hidden: [M, K, H] the drafter's slot states, differentiable.
+        labels: The labels of the M anchors.
+        make_blocks: Builds the blocks of a chunk from its slot states and its slice of the anchors.
+    """
+
+    hidden: Tensor
+    labels: Labels
+    make_blocks: Callable[[Tensor, slice], DraftBlocks]
+
+    def chunks(self, size: int) -> Iterator[slice]:
+        """Yields slices of at most `size` anchors."""
+        for start in range(0, len(self.hidden), size):
+            yield slice(start, min(start + size, len(self.hidden)))
+
+
+@dataclass(frozen=True)
+class ObjectiveValue:
+    """The objective of one optimiser step.
+
+    Attributes:
+        loss: Scalar to call backward on; where gradients are averaged over processes, already times their number.
+        sums: [L] global numerators of the active terms, no gradient.
+        weights: [L] global denominators.
+    """
+
+    loss: Tensor
+    sums: Tensor
+    weights: Tensor
+
+    @property
+    def values(self) -> Tensor:
+        """[L] value of each term, nan where nothing was valid."""
+        return self.sums / self.weights
+
+
+class Objective:
+    """Combines loss terms into one scalar with the gradient of one process on the joint batch.
+
+    Where labels alone give every denominator, each chunk's gradient is taken right after the chunk's forward pass and
+    nothing is recomputed; otherwise chunks are recomputed in the backward pass.
+
+    Args:
+        terms: The loss terms; those with coefficient 0 do no work.
+        chunk_anchors: Anchors per chunk.
+
+    Raises:
+        ValueError: When there is no active term, two terms share a name, or chunk_anchors < 1.
+    """
+
+    def __init__(self, terms: Sequence[LossTerm], chunk_anchors: int) -> None:
+        self.terms = [term for term in terms if term.coefficient != 0]
+        names = [term.name for term in self.terms]
+        if not self.terms:
+            raise ValueError("No loss has a coefficient above 0; at least one term is needed to train.")
+        if len(set(names)) < len(names):
+            raise ValueError(f"Each loss may stand once in the list of losses, got {', '.join(names)}.")
+        if chunk_anchors < 1:
+            raise ValueError(f"chunk_anchors must be at least 1, got {chunk_anchors}.")
+        self.chunk_anchors = chunk_anchors
+
+    def __call__(
+        self,
+        micro_batches: Iterable[Drafted],
+        parameters: Sequence[Tensor],
+        *,
+        labels: Sequence[Labels],
+        reduce: Callable[[Tensor], Tensor] = lambda values: values,
+        world_size: int = 1,
+    ) -> ObjectiveValue:
+        """Evaluates the objective of one step.
+
+        Args:
+            micro_batches: The micro-batches; may be a generator, so that features are computed one at a time.
+            parameters: Trainable parameters that the blocks' losses may reach besides `hidden`.
+            labels: The micro-batches' labels, known before any of them is drafted.
+            reduce: Sums a small vector over all processes.
+            world_size: Factor for strategies that average gradients over processes.
+
+        Returns:
+            The loss, connected to every parameter even where nothing is valid.
+        """
+        known = self._label_weights(labels)
+        weights = None if known is None else reduce(known)
+        total: Tensor | None = None
+        local = torch.zeros(2, len(self.terms), dtype=torch.float64)
+        pending: Tensor | None = None
+        for drafted in micro_batches:
+            if weights is not None:
+                factors = [
+                    term.coefficient / weight if weight > 0 else 0.0
+                    for term, weight in zip(self.terms, weights.tolist(), strict=True)
+                ]
+                part, sums = self._eager(drafted, parameters, factors)
+                local[0] += sums
+                total = part if total is None else total + part
+            else:
+                sums_, weights_ = self._deferred(drafted)
+                pending = sums_ if pending is None else pending + sums_
+                local[1] += weights_
+        device = parameters[0].device
+        connected = torch.stack([parameter.sum() for parameter in parameters]).sum() * 0.0
+        if weights is None:
+            sums = torch.zeros(len(self.terms), device=device) if pending is None else pending
+            local[0] = sums.detach()
+            joint = reduce(local.to(device)).cpu()
+            factor = torch.tensor([term.coefficient for term in self.terms], dtype=torch.float64) / joint[1]
+            total = (sums * torch.where(joint[1] > 0, factor, 0.0).to(sums)).sum()
+        else:
+            joint = torch.stack([reduce(local[0].to(device)).cpu(), weights.cpu()])
+        loss = (connected if total is None else total + connected) * world_size
+        return ObjectiveValue(loss, joint[0], joint[1])
+
+    @torch.no_grad()
+    def evaluate(self, drafted: Drafted, visit: Callable[[DraftBlocks], Any] | None = None) -> tuple[Tensor, Tensor]:
+        """Returns one process's numerators and denominators [L] of a micro-batch, without gradients.
+
+        Args:
+            drafted: The micro-batch.
+            visit: Called with every chunk's blocks, for metrics.
+        """
+        sums, weights = torch.zeros(2, len(self.terms), dtype=torch.float64)
+        for rows in drafted.chunks(self.chunk_anchors):
+            blocks = drafted.make_blocks(drafted.hidden[rows], rows)
+            parts = [term(blocks) for term in self.terms]
+            sums += torch.stack([part.sum.double().cpu() for part in parts])
+            weights += torch.stack([part.weight.double().cpu() for part in parts])
+            if visit is not None:
+                visit(blocks)
+        return sums, weights
+
+    def _label_weights(self, labels: Sequence[Labels]) -> Tensor | None:
+        """Local denominators [L] from labels alone, or None where a term cannot tell."""
+        rows = []
+        for item in labels:
+            row = [term.weight(item) for term in self.terms]
+            if any(weight is None for weight in row):
+                return None
+            rows.append(torch.stack([weight.double() for weight in row if weight is not None]))
+        return torch.stack(rows).sum(0)
+
+    def _eager(self, drafted: Drafted, parameters: Sequence[Tensor], factors: list[float]) -> tuple[Tensor, Tensor]:
+        sums = torch.zeros(len(self.terms), dtype=torch.float64)
+
+        def value(hidden: Tensor, rows: slice) -> Tensor:
+            blocks = drafted.make_blocks(hidden, rows)
+            parts = [term(blocks).sum for term in self.terms]
+            sums.add_(torch.stack([part.detach().double() for part in parts]).cpu())
+            return torch.stack([part * factor for part, factor in zip(parts, factors, strict=True)]).sum()
+
+        chunks = list(drafted.chunks(self.chunk_anchors))
+        if not chunks:
+            return drafted.hidden.sum() * 0.0, sums
+        loss: Tensor = _GradientInForward.apply(value, chunks, drafted.hidden, *parameters)  # type: ignore[no-untyped-call]
+        return loss, sums
+
+    def _deferred(self, drafted: Drafted) -> tuple[Tensor, Tensor]:
+        total = (drafted.hidden.sum() * 0.0).expand(len(self.terms))
+        weights = torch.zeros(len(self.terms), dtype=torch.float64)
+        for rows in drafted.chunks(self.chunk_anchors):
+
+            def sums(hidden: Tensor, rows: slice = rows) -> tuple[Tensor, Tensor]:
+                blocks = drafted.make_blocks(hidden, rows)
+                parts = [term(blocks) for term in self.terms]
+                return torch.stack([part.sum for part in parts]), torch.stack([p.weight.double() for p in parts])
+
+            part, weight = checkpoint(sums, drafted.hidden[rows], use_reentrant=False)
+            total, weights = total + part, weights + weight.detach().cpu()
+        return total, weights
+
+
+class _GradientInForward(torch.autograd.Function):
+    """Sums `value(hidden[rows], rows)` over chunks and takes each chunk's gradient while its tensors are alive."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: Callable[[Tensor, slice], Tensor],
+        chunks: list[slice],
+        hidden: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
+        total: Tensor | None = None
+        hidden_grad = torch.zeros_like(hidden)
+        gradients: list[Tensor | None] = [None] * len(parameters)
+        for rows in chunks:
+            with torch.enable_grad():
+                leaf = hidden[rows].detach().requires_grad_()
+                loss = value(leaf, rows)
+                found = torch.autograd.grad(loss, [leaf, *parameters], allow_unused=True)
+            total = loss.detach() if total is None else total + loss.detach()
+            if found[0] is not None:
+                hidden_grad[rows] = found[0]
+            for index, gradient in enumerate(found[1:]):
+                if gradient is not None:
+                    known = gradients[index]
+                    gradients[index] = gradient if known is None else known.add_(gradient)
+        ctx.gradients = [hidden_grad, *gradients]
+        assert total is not None, "there is at least one chunk"
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (scale,) = grad_outputs
+        scaled = (None if gradient is None else gradient * scale for gradient in ctx.gradients)
+        return (None, None, *scaled)
