@@ -60,6 +60,7 @@ def test_policy_from_text() -> None:
     """Command lines write a policy as a call."""
     assert parse("Budgeted(k=2, num_draft_nodes=5)").config()["init_args"]["num_draft_nodes"] == 5
     assert isinstance(parse("Chain"), Chain)
+    assert repr(parse(repr(Budgeted(k=2)))) == "Budgeted(k=2, num_draft_nodes=32, frontier_width=None)"
     for text in ("Budgeted(2)", "Budgeted(k=", "Budgeted(k=f())", "1 + 1"):
         with pytest.raises(ValueError):
             parse(text)

@@ -148,9 +148,9 @@ class DraftBlocks:
     @cached_property
     def l1(self) -> Tensor:
         """[M, K] Σ_v abs(p_d(v) - q_d(v)) on the reference path, differentiable."""
-        drafted = (self.path_logits - self.path_log_normalizer.unsqueeze(-1)).exp()
-        target = (self.target_logits - self.target_log_normalizer.unsqueeze(-1)).exp_()
-        return (drafted - target).abs().sum(-1)
+        difference = self.path_logits.softmax(-1) - self.target_logits.softmax(-1)
+        distance: Tensor = torch.linalg.vector_norm(difference, ord=1, dim=-1)
+        return distance
 
     @cached_property
     def replay(self) -> Replay:

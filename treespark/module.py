@@ -263,12 +263,13 @@ class DraftingModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds what is needed to decode: the drafter's options, the recorded policy, the target's name and identity."""
+        data = getattr(self._trainer, "datamodule", None)
         checkpoint["treespark"] = {
             "drafter": self.drafter.config(),
             "policy": self.policy.config(),
             "target": self.target_name,
             "fingerprint": self.target.spec.fingerprint,
-            "chat_template_kwargs": getattr(self.trainer.datamodule, "chat_template_kwargs", {}),  # type: ignore[attr-defined]
+            "chat_template_kwargs": getattr(data, "chat_template_kwargs", {}),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -93,6 +93,10 @@ class Registered:
             "init_args": {name: getattr(self, name) for name in options},
         }
 
+    def __repr__(self) -> str:
+        config = self.config()
+        return f"{config['class_path']}({', '.join(f'{name}={item!r}' for name, item in config['init_args'].items())})"
+
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
         """Builds an instance from what `config` returned.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from treespark.policies.base import TreePolicy
-from treespark.selection import at_least_float32, log_normalizer, selected_log_probs, top_children
+from treespark.selection import log_normalizer, selected_log_probs, top_children
 from treespark.tree import CandidateTree, Expansion, PackedTree, Proposer, gather_rows
 
 
@@ -31,13 +31,20 @@ class ExpandedParents(NamedTuple):
         depths: [M, P] depth of the children.
         logits: [M, P, V], differentiable.
         log_normalizer: [M, P] logsumexp of the logits, differentiable.
-        boundary: [M, P] the parents' k-th largest log-probability (their admission boundary), detached.
+        children: [M, P, k] tokens that were proposed.
+        child_log_probs: [M, P, k] their log-probabilities given the path, differentiable.
     """
 
     depths: Tensor
     logits: Tensor
     log_normalizer: Tensor
-    boundary: Tensor
+    children: Tensor
+    child_log_probs: Tensor
+
+    @property
+    def boundary(self) -> Tensor:
+        """[M, P] the parents' k-th largest log-probability (their admission boundary), detached."""
+        return self.child_log_probs[..., -1].detach()
 
     def log_probs(self, tokens: Tensor) -> Tensor:
         """Returns differentiable log-probabilities [M, P, T] of tokens [M, P, T]."""
@@ -58,10 +65,10 @@ class _Recorder:
     def expand(self, depth: int | Tensor, parents: Tensor, carry: Tensor, k: int) -> Expansion:
         logits, after = self.proposer.logits(depth, parents, carry)
         normalizer = log_normalizer(logits)
-        tokens, log_probs = top_children(logits.detach(), k, normalizer.detach())
+        tokens, log_probs = top_children(logits, k, normalizer)
         depths = torch.as_tensor(depth, device=parents.device).expand_as(parents)
-        self.calls.append(ExpandedParents(depths, logits, normalizer, log_probs[..., -1]))
-        return Expansion(tokens, log_probs, after)
+        self.calls.append(ExpandedParents(depths, logits, normalizer, tokens, log_probs))
+        return Expansion(tokens, log_probs.detach(), after)
 
     def score(self, depth: int | Tensor, parents: Tensor, carry: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         return self.proposer.score(depth, parents, carry, tokens)
@@ -102,11 +109,11 @@ class Replay:
         real = packed.exists & (packed.depths > 0)
         total, start = None, 0
         for call in self.expanded:
-            size = call.logits.shape[1]
+            size = call.children.shape[1]
             local = (slots - start).clamp(0, size - 1)
             here = real & (slots >= start) & (slots < start + size)
-            edges = at_least_float32(call.logits[row, local, packed.tokens]) - call.log_normalizer[row, local]
-            edges = torch.where(here, edges, 0.0)
+            rank = (call.children[row, local] == packed.tokens.unsqueeze(-1)).long().argmax(-1)
+            edges = torch.where(here, call.child_log_probs[row, local, rank], 0.0)
             total = edges if total is None else total + edges
             start += size
         assert total is not None, "a policy expands at least the root"

@@ -6,6 +6,8 @@ Source: arXiv 2610.20175 §D.4.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,9 +20,30 @@ def at_least_float32(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
+class _LogNormalizer(torch.autograd.Function):
+    """logsumexp over the last dimension in few passes over the rows, forward and backward.
+
+    The softmax kernels of torch walk a row while it is in the cache; `torch.logsumexp` makes several V-sized tensors.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        values = at_least_float32(logits)
+        best = values.amax(-1)
+        # log p(best) = best - logsumexp; the best token's probability is at least 1 / V, so nothing cancels.
+        return best - values.log_softmax(-1).amax(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (logits,) = ctx.saved_tensors
+        return at_least_float32(logits).softmax(-1).mul_(gradients[0].unsqueeze(-1)).to(logits.dtype)
+
+
 def log_normalizer(logits: Tensor) -> Tensor:
     """Returns logsumexp of logits [..., V] in float32 at least: [...]."""
-    return torch.logsumexp(at_least_float32(logits), dim=-1)
+    normalizer: Tensor = _LogNormalizer.apply(logits)  # type: ignore[no-untyped-call]
+    return normalizer
 
 
 def selected_log_probs(logits: Tensor, tokens: Tensor, normalizer: Tensor | None = None) -> Tensor:

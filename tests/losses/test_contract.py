@@ -37,13 +37,14 @@ def test_gradient_is_the_value_s_derivative(loss: type[LossTerm]) -> None:
     blocks = random_blocks(POLICY, 3)
     proposer: TableProposer = blocks.proposer  # type: ignore[assignment]
     assert proposer.confidence is not None
-    boundaries = [call.boundary for call in blocks.replay.expanded]
+    fixed = [call.child_log_probs.detach() for call in blocks.replay.expanded]
 
     def value(table: Tensor, confidence: Tensor) -> Tensor:
         moved = TableProposer(table, proposer.root_tokens, confidence)
         other = DraftBlocks(blocks.labels, moved, blocks._target_hidden, lambda hidden: hidden, POLICY)
-        calls = [call._replace(boundary=b) for call, b in zip(other.replay.expanded, boundaries, strict=True)]
-        other.__dict__["replay"] = replace(other.replay, expanded=calls)
+        if term.name == "coverage":  # reads nothing of the children but the boundary
+            calls = [call._replace(child_log_probs=c) for call, c in zip(other.replay.expanded, fixed, strict=True)]
+            other.__dict__["replay"] = replace(other.replay, expanded=calls)
         return term(other).sum
 
     table, confidence = proposer.table, proposer.confidence
