@@ -25,9 +25,10 @@ env: .venv/.installed
 target: env
 	$(BIN)/python tools/fetch_smollm2.py
 
+# A finished run stands until its recipe changes; `make clean` removes it.
 demo: target
-	test -e runs/demo/finished || $(BIN)/treespark fit --config recipes/demo.yaml
-	$(BIN)/treespark bench --drafter runs/demo/drafter --target smollm2-135m-instruct --suites data/demo/test.jsonl \
+	test runs/demo/drafter/config.json -nt recipes/demo.yaml || $(BIN)/treespark fit --config recipes/demo.yaml
+	$(BIN)/treespark bench --drafter runs/demo/drafter --suites recipes/data/test.jsonl \
 		--modes plain,chain,tree --output runs/demo/results.json
 
 # One thread per worker: the tests' tensors are tiny, and two busy workers fill two cores.

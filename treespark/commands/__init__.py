@@ -1,0 +1,1 @@
+"""The subcommands; each module is imported only when its subcommand runs."""

@@ -1,0 +1,64 @@
+"""`treespark generate` and `treespark bench`: functions whose signatures are their options."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+from jsonargparse import auto_cli
+
+from treespark.commands.hints import HelpfulParser
+
+
+def run(name: str, argv: list[str]) -> int:
+    """Runs one of the subcommands; returns the exit status, which a result may carry as `exit_code`.
+
+    Raises:
+        ValueError: For a wrong option or value, worded for the user.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    function = _function(name)
+    arguments = join_lists(function, argv)
+    result = auto_cli(
+        function, args=arguments, as_positional=False, parser_class=HelpfulParser, prog=f"treespark {name}"
+    )
+    return int(getattr(result, "exit_code", 0))
+
+
+def _function(name: str) -> Callable[..., Any]:
+    if name == "generate":
+        from treespark.generation import generate
+
+        return generate
+    from treespark.bench import bench
+
+    return bench
+
+
+def join_lists(function: Callable[..., Any], argv: list[str]) -> list[str]:
+    """Lets a list be given as separate words: `--suites a b` becomes `--suites ["a", "b"]`.
+
+    Args:
+        function: Function whose parameters are the options.
+        argv: The words of the command line.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    lists = {f"--{parameter.name}" for parameter in parameters if "list[" in str(parameter.annotation)}
+    joined: list[str] = []
+    position = 0
+    while position < len(argv):
+        word = argv[position]
+        position += 1
+        joined.append(word)
+        if word in lists:
+            end = position
+            while end < len(argv) and not argv[end].startswith("-"):
+                end += 1
+            values = argv[position:end]
+            if values and not values[0].startswith("["):
+                joined.append(json.dumps(values))
+                position = end
+    return joined

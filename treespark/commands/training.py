@@ -1,0 +1,127 @@
+"""`treespark fit`, `validate` and `test`: Lightning's command line over our module and data."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from treespark import registry
+from treespark.commands.hints import HelpfulParser
+from treespark.data import DraftingData
+from treespark.module import DraftingModule
+from treespark.tracking import RunRecord
+
+HELP = {
+    "fit": "Trains a drafter. `--config` names a recipe; every key of it is also an option.",
+    "validate": "Computes the validation metrics of a checkpoint.",
+    "test": "Computes the same metrics on the test file.",
+}
+
+
+class Parser(HelpfulParser, LightningArgumentParser):
+    """Lightning's parser with our errors."""
+
+
+class Checkpoints(ModelCheckpoint):
+    """The best checkpoint and the last: Lightning saves after validations, this also after the very last step."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        """Saves `last.ckpt` at the last step (a later hook would record the unfinished epoch as finished)."""
+        super().on_train_batch_end(trainer, pl_module, *args, **kwargs)
+        if self.save_last and self.dirpath and trainer.global_step == trainer.max_steps:
+            trainer.save_checkpoint(Path(self.dirpath) / f"{self.CHECKPOINT_NAME_LAST}{self.FILE_EXTENSION}")
+
+
+class DraftingCLI(LightningCLI):
+    """Builds trainer, module and data from a recipe and its overrides, and keeps the resolved configuration."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Adds the checkpoints of a run: the best by `val/tau`, and the last."""
+        parser.link_arguments("model.target", "data.target")
+        parser.add_lightning_class_args(Checkpoints, "checkpoint")
+        parser.set_defaults(
+            {
+                "checkpoint.monitor": "val/tau",
+                "checkpoint.mode": "max",
+                "checkpoint.filename": "best",
+                "checkpoint.save_last": True,
+                "checkpoint.enable_version_counter": False,
+            }
+        )
+        parser.link_arguments("trainer.default_root_dir", "checkpoint.dirpath", compute_fn=checkpoint_folder)
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """What Lightning offers, less `predict`."""
+        return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name in HELP}
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parses the words that were given (Lightning would warn that they are not `sys.argv`)."""
+        self.config = parser.parse_args(args)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        """Builds the trainer; the run's record gets the resolved configuration."""
+        name = str(self.subcommand)
+        text = self._parser(name).dump(self.config[name], skip_unset=False)
+        self.trainer_defaults["callbacks"] = [RunRecord(config=text)]
+        return super().instantiate_trainer(**kwargs)
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Any:
+        if config.get("enable_checkpointing") is False:  # Lightning refuses the contradiction
+            callbacks = [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)]
+        return super()._instantiate_trainer(config, callbacks)
+
+
+def checkpoint_folder(root: Any) -> str:
+    """The folder of a run's checkpoints."""
+    return str(Path(root or ".") / "checkpoints")
+
+
+def run(name: str, argv: list[str]) -> None:
+    """Runs one of the subcommands.
+
+    Raises:
+        ValueError: For a wrong option, class or configuration, worded for the user.
+    """
+    registry.load_all()
+    _quieten()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        DraftingCLI(
+            DraftingModule,
+            DraftingData,
+            save_config_callback=None,  # RunRecord keeps the configuration, with any logger
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            parser_class=Parser,
+            parser_kwargs={command: {"description": text} for command, text in HELP.items()} | {"prog": "treespark"},
+            trainer_defaults={
+                "logger": {"class_path": "treespark.tracking.Tracking"},
+                "gradient_clip_val": 1.0,
+            },
+            args=[name, *argv],
+        )
+    except SIGTERMException:
+        raise SystemExit(128 + signal.SIGTERM) from None  # Lightning would end with 0
+    except MisconfigurationException as error:
+        raise ValueError(str(error)) from error
+
+
+def _quieten() -> None:
+    """Drops remarks of Lightning that are wrong here: a frozen target is meant, as are loaders without processes."""
+    for message in ("does not have many workers", "in eval mode at the start of training", "LeafSpec.*deprecated"):
+        warnings.filterwarnings("ignore", message=f".*{message}")
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda record: "litlogger" not in record.getMessage() and "litmodels" not in record.getMessage()
+    )
