@@ -21,7 +21,7 @@ from treespark.losses import LossTerm
 from treespark.metrics import ValidationMetrics
 from treespark.objective import Drafted, Objective
 from treespark.policies import TreePolicy
-from treespark.target import Target, TargetFeatures, TargetSpec, check_mask_token
+from treespark.target import FeatureMemory, Target, TargetFeatures, TargetSpec, check_mask_token
 
 
 class DraftingModule(LightningModule):
@@ -44,6 +44,8 @@ class DraftingModule(LightningModule):
         simulate: Measure acceptance in validation by simulated rounds. Needs answers that the target itself wrote
             (`treespark generate`).
         max_simulated_rows: At most so many validation rows are simulated; None takes all.
+        feature_memory: GiB for the target's features of training samples, which are then computed in the first epoch
+            only; 0 computes them at every step. What does not fit is computed anew each time.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class DraftingModule(LightningModule):
         target_revision: str | None = None,
         simulate: bool = True,
         max_simulated_rows: int | None = None,
+        feature_memory: float = 0.0,
     ) -> None:
         super().__init__()
         if not 0 <= warmup_ratio < 1:
@@ -70,6 +73,7 @@ class DraftingModule(LightningModule):
         self.objective = Objective(losses, chunk_anchors)
         self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, betas
         self.warmup_ratio, self.simulate, self.max_simulated_rows = warmup_ratio, simulate, max_simulated_rows
+        self.feature_memory = feature_memory
         self.target: Target
         self.drafter: Drafter
         self.metrics: ValidationMetrics
@@ -100,6 +104,7 @@ class DraftingModule(LightningModule):
                 )
         drafter.bind(target)
         self.target, self.drafter = target, drafter
+        self._memory = FeatureMemory(target, drafter.layer_ids, int(self.feature_memory * 2**30))
         self.metrics = ValidationMetrics(
             drafter.block_size, [term.name for term in self.objective.terms], drafter.has_confidence
         )
@@ -135,8 +140,9 @@ class DraftingModule(LightningModule):
     def training_step(self, batch: list[MicroBatch], batch_idx: int) -> Tensor:
         """Returns the loss of one optimiser step over all micro-batches."""
         labels = [self._labels(micro_batch) for micro_batch in batch]
+        pairs = zip(batch, labels, strict=True)
         value = self.objective(
-            (self._draft(micro_batch, item)[0] for micro_batch, item in zip(batch, labels, strict=True)),
+            (self._draft(micro_batch, item, self._features(micro_batch)) for micro_batch, item in pairs),
             [parameter for parameter in self.drafter.parameters() if parameter.requires_grad],
             labels=labels,
             reduce=lambda tensor: self.trainer.strategy.reduce(tensor, reduce_op="sum"),
@@ -164,11 +170,14 @@ class DraftingModule(LightningModule):
         rows, columns = batch.anchor_mask.nonzero(as_tuple=True)
         return rows, batch.anchors[rows, columns]
 
-    def _draft(self, batch: MicroBatch, labels: Labels) -> tuple[Drafted, TargetFeatures]:
-        """Runs target and backbone once on a micro-batch."""
-        features = self.target.features(
-            batch.input_ids, self.drafter.layer_ids, batch.attention_mask, batch.position_ids
-        )
+    def _features(self, batch: MicroBatch) -> TargetFeatures:
+        """The target's features of a micro-batch: one forward, or from memory in training."""
+        if self.training and self.feature_memory:
+            return self._memory.features(batch.input_ids, batch.attention_mask, batch.position_ids, batch.sample_ids)
+        return self.target.features(batch.input_ids, self.drafter.layer_ids, batch.attention_mask, batch.position_ids)
+
+    def _draft(self, batch: MicroBatch, labels: Labels, features: TargetFeatures) -> Drafted:
+        """Runs the backbone once on a micro-batch."""
         context = self.drafter.encode(features.context, batch.position_ids)
         positions = batch.position_ids.gather(1, batch.anchors)
         every = torch.arange(batch.input_ids.shape[1], device=self.device)
@@ -186,7 +195,7 @@ class DraftingModule(LightningModule):
             proposer = self.drafter.propose(chunk, labels.root_tokens[part])
             return DraftBlocks(labels[part], proposer, target_hidden[part], self.target.logits, self.policy)
 
-        return Drafted(hidden, labels, make_blocks), features
+        return Drafted(hidden, labels, make_blocks)
 
     # Validation -----------------------------------------------------------------------------------------------------
 
@@ -194,7 +203,8 @@ class DraftingModule(LightningModule):
         """Adds losses, packed-tree diagnostics and simulated rounds of a batch."""
         for micro_batch in batch:
             labels = self._labels(micro_batch)
-            drafted, features = self._draft(micro_batch, labels)
+            features = self._features(micro_batch)
+            drafted = self._draft(micro_batch, labels, features)
             sums, weights = self.objective.evaluate(drafted, self.metrics.visit)
             self.metrics.add_losses(sums, weights)
             if self.simulate:
