@@ -16,7 +16,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "fit": ("training", "run", "Train a drafter: treespark fit --config recipes/demo.yaml"),
     "validate": ("training", "run", "Validation metrics of a checkpoint: --config R --ckpt_path C"),
-    "test": ("training", "run", "The same metrics on the test file: --config R --ckpt_path C"),
+    "test": ("training", "run", "The test file: the same metrics, then live decoding: --config R --ckpt_path C"),
     "generate": ("functions", "run", "The target's own answers to a prompt file, as training and validation data"),
     "bench": ("functions", "run", "Compare plain, chain and tree decoding on prompt files"),
     "list": ("listing", "run", "Registered losses, policies and drafters, one line each"),

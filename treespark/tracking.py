@@ -27,7 +27,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, r
 from treespark.environment import environment
 
 DEFAULT_URI = "sqlite:///mlflow.db"
-_PAUSE = 20  # a failed call that took t seconds is followed by 20 t without calls: at most 5 % of a training is lost
+_SLOW = 1.0  # seconds; a failure that took so long is followed by 20 times as long without calls:
+_PAUSE = 20  # at most 5 % of a training is waited
 _MAX_LENGTH = 250  # MLflow's limit of a key; values are cut to the same length, the artifact config.yaml has them whole
 
 
@@ -71,7 +72,6 @@ class Tracking(MLFlowLogger):
         except Exception as error:  # the client checks the address, and a database at once
             self._broken = True
             self._note_failure(f"open {uri}", error, started)
-        atexit.register(self._close_unfinished)
 
     def attempt(self, what: str, call: Callable[[], Any]) -> Any:
         """Returns call(), or None with a warning when it fails or tracking is paused after a slow failure."""
@@ -87,7 +87,8 @@ class Tracking(MLFlowLogger):
 
     def _note_failure(self, what: str, error: Exception, started: float) -> None:
         now = time.monotonic()
-        self._paused_until = now + _PAUSE * (now - started)
+        if now - started >= _SLOW:
+            self._paused_until = now + _PAUSE * (now - started)
         self.num_lost += 1
         if self.num_lost == 1:
             reason = " ".join(str(error).split()) or type(error).__name__
@@ -104,6 +105,7 @@ class Tracking(MLFlowLogger):
     def _open(self) -> None:
         if not self._initialized:
             _ = MLFlowLogger.experiment.fget(self)  # type: ignore[attr-defined]  # creates or finds the run
+            atexit.register(self._close_unfinished)
 
     @property
     def run_id(self) -> str | None:
@@ -134,8 +136,16 @@ class Tracking(MLFlowLogger):
             return
 
         def reopen() -> None:
-            self._mlflow_client.update_run(run_id, status="RUNNING")
-            self._run_id = run_id
+            from mlflow.exceptions import MlflowException
+
+            try:
+                self._mlflow_client.update_run(run_id, status="RUNNING")
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+                rank_zero_warn(f"{self._tracking_uri} has no run {run_id} of the checkpoint; a new run is started.")
+            else:
+                self._run_id = run_id
 
         self.attempt(f"continue the run {run_id}", reopen)
 
@@ -166,7 +176,7 @@ class Tracking(MLFlowLogger):
 
     def _close_unfinished(self) -> None:
         """At the interpreter's exit: a run that nobody ended has failed."""
-        self.finalize("failed")
+        self.attempt("end the run", lambda: MLFlowLogger.finalize(self, "failed"))
 
 
 class _Guarded:

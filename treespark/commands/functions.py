@@ -21,7 +21,7 @@ def run(name: str, argv: list[str]) -> int:
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     function = _function(name)
-    arguments = join_lists(function, argv)
+    arguments = spell_out(function, argv)
     result = auto_cli(
         function, args=arguments, as_positional=False, parser_class=HelpfulParser, prog=f"treespark {name}"
     )
@@ -38,8 +38,10 @@ def _function(name: str) -> Callable[..., Any]:
     return bench
 
 
-def join_lists(function: Callable[..., Any], argv: list[str]) -> list[str]:
-    """Lets a list be given as separate words: `--suites a b` becomes `--suites ["a", "b"]`.
+def spell_out(function: Callable[..., Any], argv: list[str]) -> list[str]:
+    """Lets a list be given as separate words, and a switch without a word.
+
+    `--suites a b` becomes `--suites ["a", "b"]`, `--simulate` becomes `--simulate true`.
 
     Args:
         function: Function whose parameters are the options.
@@ -47,12 +49,15 @@ def join_lists(function: Callable[..., Any], argv: list[str]) -> list[str]:
     """
     parameters = inspect.signature(function).parameters.values()
     lists = {f"--{parameter.name}" for parameter in parameters if "list[" in str(parameter.annotation)}
+    switches = {f"--{parameter.name}" for parameter in parameters if parameter.annotation in (bool, "bool")}
     joined: list[str] = []
     position = 0
     while position < len(argv):
         word = argv[position]
         position += 1
         joined.append(word)
+        if word in switches and (position == len(argv) or argv[position].startswith("-")):
+            joined.append("true")
         if word in lists:
             end = position
             while end < len(argv) and not argv[end].startswith("-"):

@@ -7,13 +7,26 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
 
-from treespark.registry import unknown
+from treespark.registry import load_all, unknown
+
+# Options that take a class -> where the base of their classes is.
+_BASES = {
+    "model.drafter": ("treespark.drafters", "Drafter"),
+    "model.policy": ("treespark.policies", "TreePolicy"),
+    "model.losses": ("treespark.losses", "LossTerm"),
+}
+# The same for Lightning's own, with the one that tracking adds.
+_LIBRARIES = {
+    "trainer.callbacks": ("callback", "lightning.pytorch.callbacks", "RunRecord"),
+    "trainer.logger": ("logger", "lightning.pytorch.loggers", "Tracking"),
+}
 
 
 class UsageError(ValueError):
@@ -25,17 +38,17 @@ class HelpfulParser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raises the error that `explain` words."""
-        raise UsageError(explain(message, options_of(self))) from ex
+        raise UsageError(explain(message, options_of(self, _search(r"^Subcommand '(\w+)'", message)))) from ex
 
 
-def options_of(parser: argparse.ArgumentParser) -> list[str]:
-    """All option names of a parser and its subcommands, without dashes."""
+def options_of(parser: argparse.ArgumentParser, subcommand: str | None = None) -> list[str]:
+    """Option names, without dashes, of a parser and of its subcommands, or of the one named."""
     names: set[str] = set()
     for action in parser._actions:
         names |= {option.lstrip("-") for option in action.option_strings if option.startswith("--")}
         if isinstance(action.choices, dict):
-            for child in action.choices.values():
-                names |= set(options_of(child))
+            for name, child in action.choices.items():
+                names |= set(options_of(child)) if subcommand in (None, name) else set()
     own = {"help", "config", "print_config"}  # and NAME.help, NAME+ (append to a list): spellings of the option NAME
     return sorted(name for name in names - own if not name.endswith((".help", "+")))
 
@@ -75,30 +88,17 @@ def explain(message: str, options: Iterable[str] = ()) -> str:
 
 def _base_of(key: str | None) -> tuple[str, dict[str, Any]] | None:
     """Kind and classes that an option takes, by name."""
-    if key is None:
-        return None
-    from lightning.pytorch import callbacks, loggers
-
-    from treespark import registry
-    from treespark.drafters import Drafter
-    from treespark.losses import LossTerm
-    from treespark.policies import TreePolicy
-    from treespark.tracking import RunRecord, Tracking
-
-    registry.load_all()
-    bases: dict[str, Callable[[], tuple[str, dict[str, Any]]]] = {
-        "model.drafter": lambda: (Drafter.kind, dict(Drafter.available())),
-        "model.policy": lambda: (TreePolicy.kind, dict(TreePolicy.available())),
-        "model.losses": lambda: (LossTerm.kind, dict(LossTerm.available())),
-        "trainer.callbacks": lambda: ("callback", _exported(callbacks) | {"RunRecord": RunRecord}),
-        "trainer.logger": lambda: ("logger", _exported(loggers) | {"Tracking": Tracking}),
-    }
-    found = next((make for name, make in bases.items() if key.rstrip("+").startswith(name)), None)
-    return found() if found else None
-
-
-def _exported(module: Any) -> dict[str, Any]:
-    return {name: getattr(module, name) for name in module.__all__}
+    for option, (module, base_name) in _BASES.items():
+        if key is not None and key.startswith(option):
+            load_all()
+            base: Any = getattr(importlib.import_module(module), base_name)
+            return base.kind, dict(base.available())
+    for option, (kind, module, own) in _LIBRARIES.items():
+        if key is not None and key.startswith(option):
+            library = importlib.import_module(module)
+            classes = {name: getattr(library, name) for name in library.__all__}
+            return kind, classes | {own: getattr(importlib.import_module("treespark.tracking"), own)}
+    return None
 
 
 def _closest(name: str, options: Iterable[str], prefix: str = "") -> str:

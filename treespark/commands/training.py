@@ -24,7 +24,16 @@ from treespark.tracking import RunRecord
 HELP = {
     "fit": "Trains a drafter. `--config` names a recipe; every key of it is also an option.",
     "validate": "Computes the validation metrics of a checkpoint.",
-    "test": "Computes the same metrics on the test file.",
+    "test": "Computes the same metrics on the test file, then decodes it live: plain, chain and tree.",
+}
+
+
+# Of `treespark test`, for the live decoding: name -> (type, default, help).
+DECODING_OPTIONS: dict[str, tuple[Any, Any, str]] = {
+    "modes": (str, "plain,chain,tree", "Some of plain, chain and tree."),
+    "num_prompts": (int | None, None, "Only the first so many prompts of the test file."),
+    "max_new_tokens": (int, 128, "Most new tokens of an answer."),
+    "output": (str | None, None, "File for the results (JSON)."),
 }
 
 
@@ -45,6 +54,8 @@ class Checkpoints(ModelCheckpoint):
 class DraftingCLI(LightningCLI):
     """Builds trainer, module and data from a recipe and its overrides, and keeps the resolved configuration."""
 
+    exit_code = 0
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds the checkpoints of a run: the best by `val/tau`, and the last."""
         parser.link_arguments("model.target", "data.target")
@@ -64,6 +75,36 @@ class DraftingCLI(LightningCLI):
     def subcommands() -> dict[str, set[str]]:
         """What Lightning offers, less `predict`."""
         return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name in HELP}
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == "test":
+            for name, (kind, default, text) in DECODING_OPTIONS.items():
+                parser.add_argument(f"--{name}", type=kind, default=default, help=text)
+        return parser
+
+    def after_test(self) -> None:
+        """Decodes the test file live, as `treespark bench` does, and prints and keeps the results."""
+        from treespark.bench import load_suite, make_arms, print_report
+        from treespark.bench import run as run_bench
+
+        options, data = self.config_init["test"], self.datamodule
+        module: DraftingModule = self.model
+        module.drafter.recorded_policy = module.policy.config()
+        limit = options["max_new_tokens"]
+        suite = load_suite(
+            data.test,
+            module.target,
+            chat_template_kwargs=data.chat_template_kwargs,
+            num_prompts=options["num_prompts"],
+            max_new_tokens=limit,
+        )
+        arms = make_arms(module.drafter, options["modes"])
+        results = run_bench(module.target, module.drafter, [suite], arms, max_new_tokens=limit)
+        if options["output"]:
+            results.save(options["output"])
+        print_report(results)
+        self.exit_code = results.exit_code
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parses the words that were given (Lightning would warn that they are not `sys.argv`)."""
@@ -87,8 +128,8 @@ def checkpoint_folder(root: Any) -> str:
     return str(Path(root or ".") / "checkpoints")
 
 
-def run(name: str, argv: list[str]) -> None:
-    """Runs one of the subcommands.
+def run(name: str, argv: list[str]) -> int:
+    """Runs one of the subcommands; returns the exit status, 1 when decoding gave another text than plain decoding.
 
     Raises:
         ValueError: For a wrong option, class or configuration, worded for the user.
@@ -97,7 +138,7 @@ def run(name: str, argv: list[str]) -> None:
     _quieten()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        DraftingCLI(
+        cli = DraftingCLI(
             DraftingModule,
             DraftingData,
             save_config_callback=None,  # RunRecord keeps the configuration, with any logger
@@ -116,6 +157,7 @@ def run(name: str, argv: list[str]) -> None:
         raise SystemExit(128 + signal.SIGTERM) from None  # Lightning would end with 0
     except MisconfigurationException as error:
         raise ValueError(str(error)) from error
+    return cli.exit_code
 
 
 def _quieten() -> None:
