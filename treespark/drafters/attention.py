@@ -54,18 +54,22 @@ class DraftContext:
         self.length = end
 
 
-def block_mask(context_mask: Tensor, block_size: int) -> Tensor:
+def block_mask(context_mask: Tensor, block_size: int, causal: bool = False) -> Tensor:
     """Returns the attention mask [R, 1, A*K, S + A*K] of all slots, True = attend.
 
-    A slot sees what its anchor may see of the context, and every slot of its own block; two blocks never see each
-    other, even when they cover the same positions (arXiv 2607.05147).
+    A slot sees what its anchor may see of the context, and the slots of its own block (`causal`: up to itself); two
+    blocks never see each other, even when they cover the same positions (arXiv 2607.05147).
 
     Args:
         context_mask: [R, A, S] True where anchor a may see context position s.
         block_size: K.
+        causal: Whether a slot is blind for the slots of its block that come after it.
     """
     rows, anchors, length = context_mask.shape
     context = context_mask.unsqueeze(2).expand(rows, anchors, block_size, length)
     block = torch.arange(anchors, device=context_mask.device).repeat_interleave(block_size)
-    own = (block.unsqueeze(0) == block.unsqueeze(1)).expand(rows, -1, -1)
+    own = block.unsqueeze(0) == block.unsqueeze(1)
+    if causal:
+        own = own.tril()
+    own = own.expand(rows, -1, -1)
     return torch.cat([context.reshape(rows, anchors * block_size, length), own], dim=-1).unsqueeze(1)
