@@ -65,6 +65,7 @@ def test_dense_and_chunked_equal_the_reference(
     wanted = torch.autograd.grad((expected * weights).sum(), leaves)
     for kind, most in (("dense", 32), ("chunked", 2), ("chunked", 1)):
         mask = SlotMask(seen, size, causal, GROUPS, kind)
+        mask.recompute = most == 2
         if kind == "chunked":
             mask.chunks = attention._chunks(seen, most)
             assert len(mask.chunks) == -(-anchors // most)
@@ -116,9 +117,11 @@ def test_choice_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small masks in one call; large ones in chunks, or by flex_attention where that runs."""
     seen = torch.ones(1, 6, 40, dtype=torch.bool)
     assert SlotMask(seen, 2).implementation == "dense"
+    many = SlotMask(torch.ones(1, 60, 40, dtype=torch.bool), 2)
+    assert many.implementation == "chunked" and len(many.chunks) == 2 and not many.recompute
     monkeypatch.setattr(attention, "_MASK_ELEMENTS", 200)  # 6·2·(40 + 12) = 624; an anchor takes 2·40 = 80
     mask = SlotMask(seen, 2)
-    assert mask.implementation == "chunked" and len(mask.chunks) == 3 and mask.whole is None
+    assert mask.implementation == "chunked" and len(mask.chunks) == 3 and mask.whole is None and mask.recompute
     assert SlotMask(seen, 2, flex_runs=True).implementation == "flex"
     assert not flex_runs("cpu", torch.float32, 8, 1)
 

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 _log = logging.getLogger(__name__)
 ATTENTION = ("auto", "dense", "chunked", "flex")
-# Elements of the mask of one call of the attention kernel. What fits is one call; else anchors are taken in chunks.
+# Elements of the mask of one call of the attention kernel; above, chunks are also recomputed in the backward pass.
 _MASK_ELEMENTS = 2**22
-# A chunk's slots also pass over each other's keys in vain, so chunks stay short beside a long context.
+# Slots pass over each other's keys in vain, and over context that others alone see: more anchors than these are cut.
 _MOST_ANCHORS = 32
 
 KeysValues = tuple[Tensor, Tensor]
@@ -82,9 +82,10 @@ class Chunk:
 class SlotMask:
     """Which keys each slot attends to: what its anchor sees of the context, and its own block.
 
-    The [T, S + T] mask of all slots is made whole only where it is small. For 512 anchors of a long sequence, chunks
-    of anchors attend to the context positions that some of them see, and are computed again in the backward pass;
-    so memory is bounded by a chunk. On CUDA, `flex_attention` takes their place where it runs.
+    The [T, S + T] mask of all slots is made whole only for few anchors. Otherwise chunks of anchors attend to the
+    context positions that some of them see, and where the whole is large (512 anchors of a long sequence) they are
+    computed again in the backward pass; so memory is bounded by a chunk. On CUDA, `flex_attention` takes their place
+    where it runs.
 
     Args:
         context_mask: [R, A, S] True where anchor a may see context position s.
@@ -109,7 +110,9 @@ class SlotMask:
         slots = anchors * block_size
         small = rows * groups * slots * (length + slots) <= _MASK_ELEMENTS
         if implementation == "auto":
-            implementation = "dense" if small else "flex" if flex_runs else "chunked"
+            one = small and anchors <= _MOST_ANCHORS
+            implementation = "dense" if one else "flex" if flex_runs else "chunked"
+        self.recompute = not small
         self.implementation = implementation
         self.flex = _flex_mask(self) if implementation == "flex" else None
         self.chunks = [Chunk(slice(0, anchors), slice(0, length))]
@@ -162,7 +165,7 @@ def attend(queries: Tensor, context: KeysValues, own: KeysValues, mask: SlotMask
     if mask.whole is not None:
         return _attend(queries, context, own, mask.whole)
     tensors = (queries, *context, *own)
-    recompute = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    recompute = mask.recompute and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     parts = []
     for chunk in mask.chunks:
         if recompute:

@@ -34,8 +34,12 @@ class RMSNorm(nn.Module):
         """Norms x [..., size] and keeps its dtype."""
         if x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        normed = F.rms_norm(x.to(_at_least_float32(x.dtype)), self.weight.shape, None, self.eps)
-        return self.weight.to(x.dtype) * normed.to(x.dtype)
+        wide = _at_least_float32(torch.promote_types(x.dtype, self.weight.dtype))
+        normed = F.rms_norm(x.to(wide), self.weight.shape, None, self.eps)
+        if self.weight.dtype == x.dtype:
+            return self.weight * normed.to(x.dtype)  # rounded where Qwen3's own layer rounds
+        # Under autocast a float32 weight meets bfloat16 states: the weight is not rounded.
+        return (self.weight.to(wide) * normed).to(x.dtype)
 
 
 class Rotary:

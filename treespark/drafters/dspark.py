@@ -75,6 +75,8 @@ class DSparkDrafter(Drafter):
         attention: How many anchors attend at once: "dense" (one call with the whole mask), "chunked" (memory bounded by
             a chunk of anchors), "flex" (`flex_attention`, CUDA) or "auto" (by size and device). Changes no result, and
             is no part of a checkpoint.
+        compile: Compile the layers with `torch.compile` at their first call (on a CPU this needs a C++ compiler).
+            Changes results by rounding only, and is no part of a checkpoint.
         confidence: Whether there is a confidence head.
         confidence_with_markov: Whether the confidence head also sees the parent's Markov embedding.
         target_layer_ids: Decoder layers of the target whose outputs are the features; None spaces them evenly.
@@ -107,6 +109,7 @@ class DSparkDrafter(Drafter):
         num_key_value_heads: int | None = None,
         block_attention: str = "bidirectional",
         attention: str = "auto",
+        compile: bool = False,
     ) -> None:
         if target_layer_ids is None:
             target_layer_ids = default_layer_ids(target.num_layers, num_target_layers_tapped)
@@ -163,6 +166,9 @@ class DSparkDrafter(Drafter):
         rank = markov_rank if confidence_with_markov else 0
         self.confidence_head = ConfidenceHead(hidden, rank) if confidence else None
         self._reset_parameters()
+        if compile:
+            for layer in self._layer_list():
+                layer.compile()
 
     def _reset_parameters(self) -> None:
         for name, module in self.named_modules():
