@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -19,10 +21,13 @@ class WeightedSum(NamedTuple):
     Attributes:
         sum: Scalar numerator, differentiable.
         weight: Scalar denominator, no gradient.
+        diagnostics: By name, numerator and denominator of what the loss reports besides its value; scalars without a
+            gradient that add up likewise. Exactly the names in `LossTerm.diagnostics`.
     """
 
     sum: Tensor
     weight: Tensor
+    diagnostics: Mapping[str, tuple[Tensor, Tensor]] = MappingProxyType({})
 
 
 class LossTerm(Registered, ABC, kind="loss"):
@@ -37,12 +42,14 @@ class LossTerm(Registered, ABC, kind="loss"):
 
     Attributes:
         needs: What the drafter must offer: any of "confidence" (a confidence head).
+        diagnostics: Names of the further figures that `forward` reports; logged as `train/<loss>/<name>`.
 
     Raises:
         ValueError: For a negative or non-finite coefficient.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
+    diagnostics: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, coefficient: float = 1.0) -> None:
         if not 0.0 <= coefficient < float("inf"):
@@ -67,8 +74,29 @@ class LossTerm(Registered, ABC, kind="loss"):
         """Returns the numerator and denominator over the blocks' valid items."""
 
     def __call__(self, blocks: DraftBlocks) -> WeightedSum:
-        """Same as `forward`."""
-        return self.forward(blocks)
+        """Same as `forward`, checked.
+
+        Raises:
+            ValueError: When the reported diagnostics are not the declared ones.
+        """
+        found = self.forward(blocks)
+        if set(found.diagnostics) != set(self.diagnostics):
+            raise ValueError(
+                f"{type(self).__name__} declares the diagnostics {sorted(self.diagnostics)} but reports "
+                f"{sorted(found.diagnostics)}; every process must report the same, so name them in `diagnostics`."
+            )
+        return found
+
+
+def check_denominator(term: LossTerm, denominator: str) -> str:
+    """Returns `denominator` if it is "count" or "mass".
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    if denominator not in ("count", "mass"):
+        raise ValueError(f'{type(term).__name__} needs denominator "count" or "mass", got {denominator!r}.')
+    return denominator
 
 
 class DepthWeighted(LossTerm):

@@ -6,27 +6,38 @@ import torch
 from torch import Tensor
 
 from treespark.blocks import DraftBlocks, Labels
-from treespark.losses.base import LossTerm, WeightedSum
+from treespark.losses.base import LossTerm, WeightedSum, check_denominator
 
 
 class Survival(LossTerm):
     """m(v) · -log p_d(v given its path), summed over packed nodes; per valid (anchor, depth).
 
-    The path mass m is detached, there is no depth decay. Source: arXiv 2610.20175 §B.2; the denominator, which
-    follows from the labels alone, is ours.
+    The path mass m is detached, there is no depth decay. Source: arXiv 2610.20175 §B.2; the denominator "count", which
+    follows from the labels alone, is ours. Reports `path_mass`, the packed nodes' mass per valid (anchor, depth).
 
     Args:
         coefficient: Factor of the term in the total.
+        denominator: "count" divides by the number of valid (anchor, depth) pairs; "mass" by the packed nodes' summed
+            path mass, which makes the value a mean edge loss.
+
+    Raises:
+        ValueError: For another denominator.
     """
 
-    def __init__(self, coefficient: float = 2.0) -> None:
-        super().__init__(coefficient)
+    diagnostics = ("path_mass",)
 
-    def weight(self, labels: Labels) -> Tensor:
-        """Returns the number of valid (anchor, depth) pairs."""
-        return labels.valid.sum().double()
+    def __init__(self, coefficient: float = 2.0, denominator: str = "count") -> None:
+        super().__init__(coefficient)
+        self.denominator = check_denominator(self, denominator)
+
+    def weight(self, labels: Labels) -> Tensor | None:
+        """Returns the number of valid (anchor, depth) pairs, or None where the packed mass is the denominator."""
+        return labels.valid.sum().double() if self.denominator == "count" else None
 
     def forward(self, blocks: DraftBlocks) -> WeightedSum:
-        """Returns the mass-weighted edge loss over packed nodes at valid depths, and the number of valid pairs."""
+        """Returns the mass-weighted edge loss over packed nodes at valid depths, and its denominator."""
         edges = torch.where(blocks.retained, blocks.replay.edge_log_probs(), 0.0)
-        return WeightedSum(-(blocks.path_mass * edges).sum(), self.weight(blocks.labels))
+        mass = torch.where(blocks.retained, blocks.path_mass, 0.0).double().sum()
+        pairs = blocks.labels.valid.sum().double()
+        weight = pairs if self.denominator == "count" else mass
+        return WeightedSum(-(blocks.path_mass * edges).sum(), weight, {"path_mass": (mass, pairs)})

@@ -239,3 +239,14 @@ def test_chain_is_a_policy_like_any_other(target: str, answers: str, tmp_path: P
     model = module(target, [CrossEntropy(), L1(), Confidence()], Chain())
     found = trainer(tmp_path, limit_val_batches=1.0).validate(model, data(target, answers), verbose=False)[0]
     assert found["val/packed_nodes/depth_1"] == 1
+
+
+def test_losses_and_their_diagnostics_are_logged(target: str, answers: str, tmp_path: Path) -> None:
+    """Every term's value and what it reports besides, as `train/loss/<loss>` and `train/<loss>/<name>`."""
+    run = trainer(tmp_path, max_steps=1)
+    run.fit(seeded(lambda: module(target)), data(target, answers))
+    logged = {key: float(value) for key, value in run.callback_metrics.items() if key.startswith("train/")}
+    names = {"cross_entropy", "l1", "confidence", "survival", "coverage"}
+    assert {key for key in logged if key.startswith("train/loss/")} == {f"train/loss/{name}" for name in names}
+    for key in ("train/coverage/active", "train/coverage/capped", "train/survival/path_mass"):
+        assert 0 <= logged[key] <= 1

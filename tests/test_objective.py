@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,10 +39,17 @@ def terms() -> list[LossTerm]:
     return [CrossEntropy(), L1(), Confidence(), Survival(), Coverage()]
 
 
-def setup(num_anchors: int, seed: int, policy: TreePolicy) -> tuple[Drafter, Tensor, Labels, Tensor]:
+def by_mass() -> list[LossTerm]:
+    """Denominators that depend on the forward pass, so chunks are recomputed."""
+    return [L1(), Survival(denominator="mass"), Coverage(denominator="mass", detach_boundary=False)]
+
+
+def setup(
+    num_anchors: int, seed: int, policy: TreePolicy, markov_head: str = "vanilla"
+) -> tuple[Drafter, Tensor, Labels, Tensor]:
     """Returns a tiny drafter, slot states, labels with spans of every length, and target states; all float64."""
     target = tiny_target()
-    drafter = tiny_drafter(target)
+    drafter = tiny_drafter(target, markov_head=markov_head)
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(num_anchors, DEPTHS, 32, generator=generator, dtype=torch.float64)
     states = torch.randn(num_anchors, DEPTHS, 32, generator=generator, dtype=torch.float64)
@@ -78,23 +86,38 @@ def assert_same(found: list[Tensor | None], expected: list[Tensor | None]) -> No
             torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-12)
 
 
-def reference(drafter: Drafter, hidden: Tensor, labels: Labels, states: Tensor, policy: TreePolicy) -> Tensor:
+def reference(
+    drafter: Drafter,
+    hidden: Tensor,
+    labels: Labels,
+    states: Tensor,
+    policy: TreePolicy,
+    losses: list[LossTerm] | None = None,
+) -> Tensor:
     """All anchors at once, plain autograd, one division per term."""
     blocks = drafted(drafter, hidden, labels, states, policy).make_blocks(hidden, slice(0, len(hidden)))
-    parts = [(term.coefficient, term(blocks)) for term in terms()]
+    parts = [(term.coefficient, term(blocks)) for term in losses or terms()]
     return torch.stack([c * part.sum / part.weight for c, part in parts if part.weight > 0]).sum()
 
 
-@settings(max_examples=15)
-@given(st.integers(0, 1_000), st.integers(1, 9), st.sampled_from([Budgeted(2, 6), Budgeted(3, 12), Adaptive(2, 6)]))
-def test_chunks_equal_the_plain_reference(seed: int, chunk: int, policy: TreePolicy) -> None:
+@settings(max_examples=30)
+@given(
+    st.integers(0, 1_000),
+    st.integers(1, 9),
+    st.sampled_from([Budgeted(2, 6), Budgeted(3, 12), Adaptive(2, 6)]),
+    st.sampled_from(["vanilla", "gated", "rnn"]),
+    st.sampled_from([terms, by_mass]),
+)
+def test_chunks_equal_the_plain_reference(
+    seed: int, chunk: int, policy: TreePolicy, markov_head: str, losses: Callable[[], list[LossTerm]]
+) -> None:
     """Value and every gradient, for any chunk size; Adaptive takes the path without denominators from labels."""
-    drafter, hidden, labels, states = setup(7, seed, policy)
+    drafter, hidden, labels, states = setup(7, seed, policy, markov_head)
     hidden.requires_grad_()
     if not labels.valid.any():
         return
-    plain = reference(drafter, hidden, labels, states, policy)
-    value = Objective(terms(), chunk)(
+    plain = reference(drafter, hidden, labels, states, policy, losses())
+    value = Objective(losses(), chunk)(
         [drafted(drafter, hidden, labels, states, policy)], head_parameters(drafter), labels=[labels]
     )
     torch.testing.assert_close(value.loss, plain, rtol=1e-10, atol=1e-12)
@@ -119,6 +142,8 @@ def test_micro_batches_equal_one_batch(seed: int, cut: int) -> None:
     torch.testing.assert_close(split.loss, whole.loss, rtol=1e-10, atol=1e-12)
     assert_same(gradients(split.loss, drafter, hidden), gradients(whole.loss, drafter, hidden))
     torch.testing.assert_close(split.values, whole.values, equal_nan=True)
+    torch.testing.assert_close(split.diagnostics, whole.diagnostics, equal_nan=True)
+    assert set(whole.diagnostics) == {"survival/path_mass", "coverage/active", "coverage/capped"}
 
 
 def test_evaluate_gives_the_values_of_training() -> None:
@@ -206,7 +231,8 @@ def worker(rank: int, folder: str, adaptive: bool) -> None:
             dist.all_reduce(parameter.grad)
             parameter.grad /= 2  # what a strategy that averages gradients does
         grads = [parameter.grad for parameter in head_parameters(drafter)]
-        torch.save({"grads": grads, "hidden": mine.grad, "values": value.values}, f"{folder}/{cut}-{rank}.pt")
+        found = {"grads": grads, "hidden": mine.grad, "values": value.values, "diagnostics": value.diagnostics}
+        torch.save(found, f"{folder}/{cut}-{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -226,3 +252,8 @@ def test_two_processes_equal_one(tmp_path: Path, adaptive: bool) -> None:
         # The slot states are local, so their gradients carry the factor that averaging takes away.
         assert_same([torch.cat([item["hidden"] for item in both]) / 2], expected[:1])
         torch.testing.assert_close(both[0]["values"], both[1]["values"])
+        whole = Objective(terms(), 2)(
+            [drafted(drafter, hidden, labels, states, policy)], head_parameters(drafter), labels=[labels]
+        )
+        for item in both:
+            torch.testing.assert_close(item["diagnostics"], whole.diagnostics)

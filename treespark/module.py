@@ -153,6 +153,7 @@ class DraftingModule(LightningModule):
             for term, item in zip(self.objective.terms, value.values, strict=True)
             if torch.isfinite(item)
         }
+        logged |= {f"train/{name}": item for name, item in value.diagnostics.items() if torch.isfinite(item)}
         self.log_dict({key: item.float() for key, item in logged.items()})
         self.log("train/loss", value.loss.detach().float() / self.trainer.world_size, prog_bar=True)
         self.log("train/num_anchors", float(sum(len(item) for item in labels)))

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from treespark.blocks import DraftBlocks, Labels
-from treespark.losses.base import LossTerm
+from treespark.losses.base import LossTerm, WeightedSum
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,14 @@ class ObjectiveValue:
         loss: Scalar to call backward on; where gradients are averaged over processes, already times their number.
         sums: [L] global numerators of the active terms, no gradient.
         weights: [L] global denominators.
+        diagnostics: What the terms report besides, `<loss>/<name>`: global numerator over global denominator, nan
+            where there was nothing.
     """
 
     loss: Tensor
     sums: Tensor
     weights: Tensor
+    diagnostics: dict[str, Tensor]
 
     @property
     def values(self) -> Tensor:
@@ -83,6 +86,7 @@ class Objective:
         if chunk_anchors < 1:
             raise ValueError(f"chunk_anchors must be at least 1, got {chunk_anchors}.")
         self.chunk_anchors = chunk_anchors
+        self._diagnostics = [f"{term.name}/{name}" for term in self.terms for name in term.diagnostics]
 
     def __call__(
         self,
@@ -108,7 +112,7 @@ class Objective:
         known = self._label_weights(labels)
         weights = None if known is None else reduce(known)
         total: Tensor | None = None
-        local = torch.zeros(2, len(self.terms), dtype=torch.float64)
+        local = self._no_tally()
         pending: Tensor | None = None
         for drafted in micro_batches:
             if weights is not None:
@@ -116,25 +120,22 @@ class Objective:
                     term.coefficient / weight if weight > 0 else 0.0
                     for term, weight in zip(self.terms, weights.tolist(), strict=True)
                 ]
-                part, sums = self._eager(drafted, parameters, factors)
-                local[0] += sums
+                part, tally = self._eager(drafted, parameters, factors)
                 total = part if total is None else total + part
             else:
-                sums_, weights_ = self._deferred(drafted)
-                pending = sums_ if pending is None else pending + sums_
-                local[1] += weights_
+                sums, tally = self._deferred(drafted)
+                pending = sums if pending is None else pending + sums
+            local += tally
         device = parameters[0].device
         connected = torch.stack([parameter.sum() for parameter in parameters]).sum() * 0.0
-        if weights is None:
-            sums = torch.zeros(len(self.terms), device=device) if pending is None else pending
-            local[0] = sums.detach()
-            joint = reduce(local.to(device)).cpu()
-            factor = torch.tensor([term.coefficient for term in self.terms], dtype=torch.float64) / joint[1]
-            total = (sums * torch.where(joint[1] > 0, factor, 0.0).to(sums)).sum()
-        else:
-            joint = torch.stack([reduce(local[0].to(device)).cpu(), weights.cpu()])
+        joint = reduce(local.to(device)).cpu()
+        size = len(self.terms)
+        if pending is not None:
+            factor = torch.tensor([term.coefficient for term in self.terms], dtype=torch.float64) / joint[1, :size]
+            total = (pending * torch.where(joint[1, :size] > 0, factor, 0.0).to(pending)).sum()
         loss = (connected if total is None else total + connected) * world_size
-        return ObjectiveValue(loss, joint[0], joint[1])
+        reported = dict(zip(self._diagnostics, joint[0, size:] / joint[1, size:], strict=True))
+        return ObjectiveValue(loss, joint[0, :size], joint[1, :size], reported)
 
     @torch.no_grad()
     def evaluate(self, drafted: Drafted, visit: Callable[[DraftBlocks], Any] | None = None) -> tuple[Tensor, Tensor]:
@@ -144,15 +145,26 @@ class Objective:
             drafted: The micro-batch.
             visit: Called with every chunk's blocks, for metrics.
         """
-        sums, weights = torch.zeros(2, len(self.terms), dtype=torch.float64)
+        total = self._no_tally()
         for rows in drafted.chunks(self.chunk_anchors):
             blocks = drafted.make_blocks(drafted.hidden[rows], rows)
-            parts = [term(blocks) for term in self.terms]
-            sums += torch.stack([part.sum.double().cpu() for part in parts])
-            weights += torch.stack([part.weight.double().cpu() for part in parts])
+            total += self._tally([term(blocks) for term in self.terms]).cpu()
             if visit is not None:
                 visit(blocks)
+        sums, weights = total[:, : len(self.terms)]
         return sums, weights
+
+    def _no_tally(self) -> Tensor:
+        return torch.zeros(2, len(self.terms) + len(self._diagnostics), dtype=torch.float64)
+
+    def _tally(self, parts: Sequence[WeightedSum]) -> Tensor:
+        """Numerators and denominators [2, L + D] of the terms, then of their D diagnostics; float64, no gradient."""
+        pairs = [(part.sum, part.weight) for part in parts]
+        for term, part in zip(self.terms, parts, strict=True):
+            pairs += [part.diagnostics[name] for name in term.diagnostics]
+        return torch.stack(
+            [torch.stack([item.detach().double() for item in side]) for side in zip(*pairs, strict=True)]
+        )
 
     def _label_weights(self, labels: Sequence[Labels]) -> Tensor | None:
         """Local denominators [L] from labels alone, or None where a term cannot tell."""
@@ -165,33 +177,33 @@ class Objective:
         return torch.stack(rows).sum(0)
 
     def _eager(self, drafted: Drafted, parameters: Sequence[Tensor], factors: list[float]) -> tuple[Tensor, Tensor]:
-        sums = torch.zeros(len(self.terms), dtype=torch.float64)
+        tally = self._no_tally()
 
         def value(hidden: Tensor, rows: slice) -> Tensor:
             blocks = drafted.make_blocks(hidden, rows)
-            parts = [term(blocks).sum for term in self.terms]
-            sums.add_(torch.stack([part.detach().double() for part in parts]).cpu())
-            return torch.stack([part * factor for part, factor in zip(parts, factors, strict=True)]).sum()
+            parts = [term(blocks) for term in self.terms]
+            tally.add_(self._tally(parts).cpu())
+            return torch.stack([part.sum * factor for part, factor in zip(parts, factors, strict=True)]).sum()
 
         chunks = list(drafted.chunks(self.chunk_anchors))
         if not chunks:
-            return drafted.hidden.sum() * 0.0, sums
+            return drafted.hidden.sum() * 0.0, tally
         loss: Tensor = _GradientInForward.apply(value, chunks, drafted.hidden, *parameters)  # type: ignore[no-untyped-call]
-        return loss, sums
+        return loss, tally
 
     def _deferred(self, drafted: Drafted) -> tuple[Tensor, Tensor]:
         total = (drafted.hidden.sum() * 0.0).expand(len(self.terms))
-        weights = torch.zeros(len(self.terms), dtype=torch.float64)
+        tally = self._no_tally()
         for rows in drafted.chunks(self.chunk_anchors):
 
             def sums(hidden: Tensor, rows: slice = rows) -> tuple[Tensor, Tensor]:
                 blocks = drafted.make_blocks(hidden, rows)
                 parts = [term(blocks) for term in self.terms]
-                return torch.stack([part.sum for part in parts]), torch.stack([p.weight.double() for p in parts])
+                return torch.stack([part.sum for part in parts]), self._tally(parts)
 
-            part, weight = checkpoint(sums, drafted.hidden[rows], use_reentrant=False)
-            total, weights = total + part, weights + weight.detach().cpu()
-        return total, weights
+            part, counted = checkpoint(sums, drafted.hidden[rows], use_reentrant=False)
+            total, tally = total + part, tally + counted.cpu()
+        return total, tally
 
 
 class _GradientInForward(torch.autograd.Function):

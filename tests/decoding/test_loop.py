@@ -26,6 +26,15 @@ POLICIES: list[TreePolicy] = [
     Budgeted(k=3, num_draft_nodes=20, frontier_width=5),
 ]
 
+# Real drafters, one of each kind of head and of attention inside a block.
+MODELS: dict[str, dict[str, Any]] = {
+    "model": {},
+    "gated": {"markov_head": "gated"},
+    "rnn": {"markov_head": "rnn"},
+    "dflash": {"markov_rank": 0, "confidence": False},
+    "causal": {"block_attention": "causal"},
+}
+
 
 @cache
 def target_of(family: str, seed: int = 0) -> Target:
@@ -45,14 +54,14 @@ def greedy_by_recomputation(target: Target, prompt: list[int], count: int) -> li
 def drafter_of(kind: str, target: Target, text: list[int], seed: int) -> Any:
     if kind == "table":
         return random_drafter(target, seed)
-    if kind == "model":
-        return tiny_drafter(target, seed, target_layer_ids=[0, 2])
+    if kind in MODELS:
+        return tiny_drafter(target, seed, target_layer_ids=[0, 2], **MODELS[kind])
     return knowing_drafter(target, text, kind, seed)
 
 
 prompts = st.lists(st.integers(0, 15), min_size=1, max_size=9)
 families = st.sampled_from(["llama", "qwen3"])
-kinds = st.sampled_from(["table", "model", "always", "never", "sometimes"])
+kinds = st.sampled_from(["table", *MODELS, "always", "never", "sometimes"])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -67,7 +76,7 @@ def test_plain_decoding_is_greedy_decoding(family: str) -> None:
     assert result.tau == 1.0 and result.mean_accepted == 0.0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=90, deadline=None)
 @given(
     family=families,
     kind=kinds,
@@ -129,7 +138,7 @@ def test_end_token_inside_the_accepted_path() -> None:
     assert result.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("kind", ["table", "model", "sometimes"])
+@pytest.mark.parametrize("kind", ["table", "model", "rnn", "causal", "sometimes"])
 @pytest.mark.parametrize("policy", POLICIES[1:4], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_cache_equals_a_fresh_prefill_after_every_round(family: str, policy: TreePolicy, kind: str) -> None:

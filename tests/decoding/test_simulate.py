@@ -40,7 +40,8 @@ def simulated(target: Target, drafter: Any, policy: TreePolicy | None, texts: li
 @settings(max_examples=40, deadline=None)
 @given(
     family=st.sampled_from(["llama", "qwen3"]),
-    kind=st.sampled_from(["table", "model"]),
+    kind=st.sampled_from(["table", "vanilla", "gated", "rnn"]),
+    block_attention=st.sampled_from(["bidirectional", "causal"]),
     policy=st.sampled_from(POLICIES),
     prompts=st.lists(st.lists(st.integers(0, 15), min_size=1, max_size=9), min_size=1, max_size=4),
     limits=st.lists(st.integers(1, 20), min_size=4, max_size=4),
@@ -51,6 +52,7 @@ def simulated(target: Target, drafter: Any, policy: TreePolicy | None, texts: li
 def test_records_equal_live_decoding(
     family: str,
     kind: str,
+    block_attention: str,
     policy: TreePolicy,
     prompts: list[list[int]],
     limits: list[int],
@@ -60,7 +62,9 @@ def test_records_equal_live_decoding(
 ) -> None:
     """Answers ended by end tokens or by limits, in rows side by side; a lower limit cuts them again."""
     target = target_of(family)
-    drafter = random_drafter(target, seed) if kind == "table" else tiny_drafter(target, seed, target_layer_ids=[0, 2])
+    drafter: Any = random_drafter(target, seed)
+    if kind != "table":
+        drafter = tiny_drafter(target, seed, target_layer_ids=[0, 2], markov_head=kind, block_attention=block_attention)
     answers, live = [], []
     for prompt, limit in zip(prompts, limits, strict=False):
         answers.append(decode_plain(target, prompt, max_new_tokens=limit, end_token_ids=ends).tokens)

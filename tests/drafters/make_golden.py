@@ -1,4 +1,4 @@
-"""Writes the golden checkpoint and its outputs: `python -m tests.drafters.make_golden FOLDER`.
+"""Writes the golden checkpoint and its outputs: `python -m tests.drafters.make_golden FOLDER [HEAD]`.
 
 Run it only when the format changes on purpose; the committed files were written by the version that reproduces the
 outputs of DeepSpec's own model code.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -41,10 +42,11 @@ def outputs(drafter: Drafter, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def main(folder: str) -> None:
+def main(folder: str, markov_head: str = "vanilla") -> None:
     """Draws a random drafter of a random target, saves it, and its outputs on random inputs."""
     target = tiny_target("llama", torch.float32, vocab=48, hidden=16, layers=5)
-    drafter = tiny_drafter(target, block_size=4, head_dim=12, markov_rank=6, target_layer_ids=[0, 1, 3])
+    sizes: dict[str, Any] = {"block_size": 4, "head_dim": 12, "markov_rank": 6, "target_layer_ids": [0, 1, 3]}
+    drafter = tiny_drafter(target, markov_head=markov_head, **sizes)
     drafter.save_pretrained(folder, tree_policy={"class_path": "Chain", "init_args": {}}, extra={"note": "golden"})
     torch.manual_seed(0)
     inputs = {
@@ -60,4 +62,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

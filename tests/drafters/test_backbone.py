@@ -71,6 +71,32 @@ def test_slots_of_a_block_see_each_other_both_ways() -> None:
     assert (after[0, 1] - before[0, 1]).abs().amax(-1).min() > 1e-6  # every slot, also the first
 
 
+def test_causal_blocks_look_back_only() -> None:
+    """With `block_attention: causal` slot j depends on the slots up to j: the later ones may hold anything.
+
+    Slot 0 is the anchor's and reaches all; the embedding of the mask token reaches every slot but slot 0.
+    """
+    for kind, first_is_fixed in (("causal", True), ("bidirectional", False)):
+        drafter = tiny_drafter(TARGET, block_attention=kind)
+        ids, features = inputs()
+        before = states(drafter, ids, features)
+        drafter.mask_token_id = 62
+        after = states(drafter, ids, features)
+        assert torch.equal(before[:, :, 0], after[:, :, 0]) == first_is_fixed
+        assert (before[:, :, 1:] - after[:, :, 1:]).abs().amax(-1).min() > 1e-6
+
+
+def test_causal_serving_equals_training() -> None:
+    """One anchor behind a cached context, with a mask of its own inside the block (float64, 1e-12)."""
+    drafter = tiny_drafter(TARGET, block_attention="causal")
+    ids, features = inputs()
+    expected = states(drafter, ids, features)[0, 1]
+    with torch.no_grad():
+        context = drafter.encode(features[:1, :6], torch.arange(6).unsqueeze(0))
+        served = drafter.draft(context, ids[:1, 6:7], torch.tensor([[6]]))
+    assert torch.allclose(served[0, 0], expected, atol=1e-12)
+
+
 def test_all_false_context_gives_no_nan() -> None:
     """A padding anchor sees its own block only."""
     drafter = tiny_drafter(TARGET)
@@ -133,6 +159,9 @@ def test_block_mask_by_hand() -> None:
     mask = block_mask(torch.tensor([[[False, False], [True, False]]]), 2)
     expected = [[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 0, 0], [1, 0, 0, 0, 1, 1], [1, 0, 0, 0, 1, 1]]
     assert mask.int().tolist() == [[expected]]
+    causal = block_mask(torch.tensor([[[False, False], [True, False]]]), 2, causal=True)
+    expected = [[0, 0, 1, 0, 0, 0], [0, 0, 1, 1, 0, 0], [1, 0, 0, 0, 1, 0], [1, 0, 0, 0, 1, 1]]
+    assert causal.int().tolist() == [[expected]]
 
 
 def test_attention_shifts_with_the_text() -> None:

@@ -60,6 +60,7 @@ def test_explicit_layer_ids_are_kept_in_order() -> None:
         ({"markov_rank": 0}, "confidence_with_markov: true needs a Markov head"),
         ({"markov_rank": -1}, "markov_rank must be 0"),
         ({"markov_head": "vanila"}, "Unknown Markov head 'vanila'. Did you mean: vanilla?"),
+        ({"block_attention": "casual"}, "Unknown block_attention 'casual'. Did you mean: causal?"),
         ({"mask_token_id": 64}, "rows 0 to 63"),
         ({"mask_token_id": 2}, "an end token"),
     ],
@@ -96,9 +97,11 @@ def test_width_of_the_paper() -> None:
 
 
 def test_config_rebuilds_the_same_drafter() -> None:
-    drafter = DSparkDrafter(TARGET.spec, num_layers=1, head_dim_ratio=1.5, markov_rank=4, block_size=3)
+    options: dict[str, Any] = {"markov_rank": 4, "markov_head": "rnn", "block_attention": "causal"}
+    drafter = DSparkDrafter(TARGET.spec, num_layers=1, head_dim_ratio=1.5, block_size=3, **options)
     again = Drafter.get("DSparkDrafter")(TARGET.spec, **drafter.config()["init_args"])
     assert again.config() == drafter.config()
+    assert {key: again.config()["init_args"][key] for key in options} == options
     again.load_trainable_state_dict(drafter.trainable_state_dict())
 
 

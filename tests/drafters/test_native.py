@@ -24,6 +24,32 @@ def saved(tmp_path: Path, **options: Any) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("kind", ["gated", "rnn", "none", "causal"])
+def test_round_trip_of_every_kind(kind: str, tmp_path: Path) -> None:
+    """Head, rank and block attention come back as they were, with equal files when saved again."""
+    options: dict[str, dict[str, Any]] = {
+        "none": {"markov_rank": 0, "confidence": False},
+        "causal": {"block_attention": "causal"},
+    }
+    drafter = tiny_drafter(TARGET, **options.get(kind, {"markov_head": kind}))
+    drafter.save_pretrained(tmp_path / "a")
+    loaded = Drafter.from_pretrained(tmp_path / "a")
+    assert loaded.config() == drafter.config()
+    state = loaded.state_dict()
+    assert all(torch.equal(value, state[key]) for key, value in drafter.state_dict().items())
+    loaded.save_pretrained(tmp_path / "b")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    names = {key.removeprefix("markov_head.") for key in state_keys(tmp_path / "a") if key.startswith("markov_head.")}
+    joint = {"gated": {"gate_proj"}, "rnn": {"joint_proj"}}.get(kind, set())
+    heads = set() if kind == "none" else {"markov_w1.weight", "markov_w2.weight"}
+    assert names == heads | {f"{name}.{part}" for name in joint for part in ("weight", "bias")}
+
+
+def state_keys(folder: Path) -> list[str]:
+    return list(load_file(folder / "model.safetensors"))
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -93,6 +119,7 @@ def test_layout_is_deepspecs(tmp_path: Path) -> None:
         "enable_confidence_head": True,
         "confidence_head_with_markov": True,
         "sample_from_anchor": True,
+        "block_attention": "bidirectional",
         "head_dim": 10,
         "eos_token_id": 2,
         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
@@ -117,7 +144,12 @@ def test_qwen3_config_class_reads_it(tmp_path: Path) -> None:
 def test_foreign_file_without_a_fingerprint_binds_by_its_head(tmp_path: Path) -> None:
     """Released checkpoints record no identity: the copy of the head tells the target."""
     folder = saved(tmp_path)
-    edit(folder, lambda config: [config.pop(key) for key in ("target_spec", "sample_from_anchor", "tree_policy")])
+    edit(
+        folder,
+        lambda config: [
+            config.pop(key) for key in ("target_spec", "sample_from_anchor", "tree_policy", "block_attention")
+        ],
+    )
     drafter = Drafter.from_pretrained(folder)
     assert drafter.recorded_policy is None and drafter.spec.fingerprint == ""
     with pytest.raises(ValueError, match="made for the target"):

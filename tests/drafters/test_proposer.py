@@ -146,7 +146,11 @@ def test_log_probs_are_normalised_in_float32_at_least(dtype: torch.dtype) -> Non
 def test_nothing_larger_than_the_base_logits_is_kept() -> None:
     """After a whole build the proposer holds one [M, K, V] tensor; corrections are transient."""
     p = DraftProposer(
-        torch.randn(2, 3, 8), torch.tensor([1, 2]), torch.nn.Linear(8, 500), VanillaHead(500, 4), ConfidenceHead(8, 4)
+        torch.randn(2, 3, 8),
+        torch.tensor([1, 2]),
+        torch.nn.Linear(8, 500),
+        VanillaHead(500, 4, 8),
+        ConfidenceHead(8, 4),
     )
     for depth in (1, 2, 3):
         p.expand(depth, torch.tensor([[1, 2], [3, 4]]), p.root_carry().expand(-1, 2, -1), 3)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,12 +14,18 @@ from torch import Tensor
 
 from tests.tables import TableProposer, random_blocks, random_proposer
 from treespark.blocks import DraftBlocks, Labels
-from treespark.losses import LossTerm
+from treespark.losses import Coverage, LossTerm, Survival
 from treespark.policies import Budgeted
 
 POLICY = Budgeted(2, 6)
-LOSSES = [cls for cls in LossTerm.available().values() if cls.__module__.startswith("treespark.")]
-every_loss = pytest.mark.parametrize("loss", LOSSES, ids=lambda cls: cls.__name__)
+LOSSES: dict[str, Callable[[], LossTerm]] = {
+    name: cls for name, cls in LossTerm.available().items() if cls.__module__.startswith("treespark.")
+} | {
+    "Survival-mass": partial(Survival, denominator="mass"),
+    "Coverage-mass": partial(Coverage, denominator="mass"),
+    "Coverage-boundary": partial(Coverage, detach_boundary=False),
+}
+every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=list(LOSSES))
 
 
 def part(blocks: DraftBlocks, rows: slice) -> DraftBlocks:
@@ -29,7 +37,7 @@ def part(blocks: DraftBlocks, rows: slice) -> DraftBlocks:
 
 
 @every_loss
-def test_gradient_is_the_value_s_derivative(loss: type[LossTerm]) -> None:
+def test_gradient_is_the_value_s_derivative(loss: Callable[[], LossTerm]) -> None:
     """Gradcheck in float64. What is detached by definition is held fixed: the parents' admission boundaries, and for
     a loss that needs confidence the overlap, by differentiating the confidence logits alone.
     """
@@ -42,7 +50,7 @@ def test_gradient_is_the_value_s_derivative(loss: type[LossTerm]) -> None:
     def value(table: Tensor, confidence: Tensor) -> Tensor:
         moved = TableProposer(table, proposer.root_tokens, confidence)
         other = DraftBlocks(blocks.labels, moved, blocks._target_hidden, lambda hidden: hidden, POLICY)
-        if term.name == "coverage":  # reads nothing of the children but the boundary
+        if isinstance(term, Coverage) and term.detach_boundary:  # reads nothing of the children but the boundary
             calls = [call._replace(child_log_probs=c) for call, c in zip(other.replay.expanded, fixed, strict=True)]
             other.__dict__["replay"] = replace(other.replay, expanded=calls)
         return term(other).sum
@@ -57,16 +65,31 @@ def test_gradient_is_the_value_s_derivative(loss: type[LossTerm]) -> None:
 
 @every_loss
 @given(seed=st.integers(0, 1_000), cut=st.integers(0, 3))
-def test_additive_over_anchors(loss: type[LossTerm], seed: int, cut: int) -> None:
+def test_additive_over_anchors(loss: Callable[[], LossTerm], seed: int, cut: int) -> None:
     """Numerator and denominator of any split of the anchors add up."""
     blocks = random_blocks(POLICY, seed)
     whole, left, right = loss()(blocks), *(loss()(part(blocks, rows)) for rows in (slice(0, cut), slice(cut, 3)))
     torch.testing.assert_close(left.sum + right.sum, whole.sum, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(left.weight + right.weight, whole.weight, rtol=1e-10, atol=1e-12)
+    for name, pair in whole.diagnostics.items():
+        parts = [torch.stack(item.diagnostics[name]) for item in (left, right)]
+        torch.testing.assert_close(parts[0] + parts[1], torch.stack(pair), rtol=1e-10, atol=1e-12)
 
 
 @every_loss
-def test_nothing_valid_is_zero_and_connected(loss: type[LossTerm]) -> None:
+def test_diagnostics_are_scalars_without_gradient(loss: Callable[[], LossTerm]) -> None:
+    """Exactly the declared names, each a share or a mass: 0 <= numerator <= denominator."""
+    term, proposer = loss(), random_proposer(0)
+    proposer.table.requires_grad_()
+    found = term(random_blocks(POLICY, 0, proposer)).diagnostics
+    assert set(found) == set(term.diagnostics)
+    for numerator, denominator in found.values():
+        assert numerator.shape == denominator.shape == () and not numerator.requires_grad
+        assert 0 <= float(numerator) <= float(denominator) and float(denominator) > 0
+
+
+@every_loss
+def test_nothing_valid_is_zero_and_connected(loss: Callable[[], LossTerm]) -> None:
     """Without a valid depth numerator and denominator are 0, and so is the gradient: no NaN."""
     proposer = random_proposer(0)
     proposer.table.requires_grad_()
@@ -84,7 +107,7 @@ def test_nothing_valid_is_zero_and_connected(loss: type[LossTerm]) -> None:
 
 
 @every_loss
-def test_invalid_depths_do_not_matter(loss: type[LossTerm]) -> None:
+def test_invalid_depths_do_not_matter(loss: Callable[[], LossTerm]) -> None:
     """Labels and target states of invalid depths may hold anything, infinities excepted."""
     blocks = random_blocks(POLICY, 5)
     invalid = ~blocks.labels.valid
@@ -97,7 +120,7 @@ def test_invalid_depths_do_not_matter(loss: type[LossTerm]) -> None:
 
 
 @every_loss
-def test_weight_from_labels_is_the_weight_of_the_blocks(loss: type[LossTerm]) -> None:
+def test_weight_from_labels_is_the_weight_of_the_blocks(loss: Callable[[], LossTerm]) -> None:
     """Where labels alone give the denominator, it is the one that `forward` returns."""
     blocks = random_blocks(POLICY, 7)
     term = loss()
@@ -110,7 +133,7 @@ def test_weight_from_labels_is_the_weight_of_the_blocks(loss: type[LossTerm]) ->
 
 
 @every_loss
-def test_target_takes_no_gradient(loss: type[LossTerm]) -> None:
+def test_target_takes_no_gradient(loss: Callable[[], LossTerm]) -> None:
     """Target states that ask for a gradient get none: the target is detached, shared head or not."""
     blocks = random_blocks(POLICY, 9)
     assert isinstance(blocks.proposer, TableProposer)

@@ -83,6 +83,59 @@ def test_coverage_past_the_cap_has_no_gradient() -> None:
     assert gradient.abs().sum() == 0
 
 
+def test_survival_by_mass() -> None:
+    """Chain 0, 0 with q(0) = 0.6: masses 0.6 + 0.36 = 0.96; the value is the mean edge loss -log 0.8."""
+    found = Survival(denominator="mass")(two_token_blocks(Budgeted(1, 2), 0.8, 0.6))
+    assert found.sum.item() == pytest.approx(-0.96 * math.log(0.8))
+    assert found.weight.item() == pytest.approx(0.96)
+    mass, pairs = found.diagnostics["path_mass"]
+    assert (mass.item(), pairs.item()) == (pytest.approx(0.96), 2)
+
+
+def test_coverage_by_mass() -> None:
+    """J = 1: token 0 alone with q = 0.6 at each of two parents: weight 0.6·(1 + w_2), hinges of 0.5."""
+    found = Coverage(num_tokens=1, denominator="mass")(two_token_blocks(Budgeted(1, 2), 0.8, 0.6))
+    assert found.weight.item() == pytest.approx(0.6 * (1 + W2))
+    assert (found.sum / found.weight).item() == pytest.approx(0.5)
+
+
+def test_active_and_capped_parents() -> None:
+    """Token 0 lies at the boundary: gap = margin 0.5, below the cap of 1; token 1 (gap 1.886) is past it. Two parents.
+
+    With margin 0 token 0's hinge is at 0: nothing but the capped token is left. With a cap of 2 nothing is capped.
+    """
+    for options, active, capped in (({}, 2, 2), ({"margin": 0.0}, 0, 2), ({"cap": 2.0}, 2, 0)):
+        found = Coverage(num_tokens=2, **options)(two_token_blocks(Budgeted(1, 2), 0.8, 0.6))
+        assert [float(x) for x in found.diagnostics["active"]] == [active, 2]
+        assert [float(x) for x in found.diagnostics["capped"]] == [capped, 2]
+
+
+def test_boundary_with_a_gradient() -> None:
+    """One depth counts, token 1 of gap 1.886 under a cap of 4, q(1) = 0.4, logits z: the gap is
+    margin + z_0 - z_1, so the gradient is (0.4, -0.4), plus 0 for token 0 that is the boundary itself.
+
+    Detached, token y pulls by -q(y)·(onehot(y) - p): (-0.6·0.2 + 0.4·0.8, 0.6·0.2 - 0.4·0.8) = (0.2, -0.2).
+    """
+    for detach, expected in ((False, [0.4, -0.4]), (True, [0.2, -0.2])):
+        blocks = two_token_blocks(Budgeted(1, 2), 0.8, 0.6, valid=1)
+        table = blocks.proposer.table.requires_grad_()  # type: ignore[attr-defined]
+        value = Coverage(num_tokens=2, cap=4.0, detach_boundary=detach)(blocks).sum
+        (gradient,) = torch.autograd.grad(value, table)
+        assert gradient[0, 0, 0].tolist() == pytest.approx(expected)
+        assert gradient[0, 1].abs().sum() == 0
+
+
+def test_undeclared_diagnostics_are_refused() -> None:
+    """A loss that reports what it does not declare would make processes disagree."""
+
+    class Chatty(Survival):
+        diagnostics = ("mass",)
+
+    del LossTerm._classes["Chatty"]
+    with pytest.raises(ValueError, match=r"Chatty declares the diagnostics \['mass'\] but reports \['path_mass'\]"):
+        Chatty()(two_token_blocks(Budgeted(1, 2), 0.8, 0.6))
+
+
 def test_drafter_that_equals_the_target() -> None:
     """P = q: L1 is 0 and cross-entropy of target samples is the entropy's own term; overlap 1."""
     blocks = two_token_blocks(Budgeted(1, 2), 0.6, 0.6)
@@ -154,6 +207,8 @@ def test_equals_the_formula_in_loops(term: LossTerm, policy: TreePolicy) -> None
         (lambda: Coverage(num_tokens=0), "num_tokens >= 1, got 0"),
         (lambda: Coverage(margin=-0.1), "margin >= 0"),
         (lambda: Coverage(cap=0.0), "cap > 0"),
+        (lambda: Coverage(denominator="sum"), 'Coverage needs denominator "count" or "mass", got \'sum\''),
+        (lambda: Survival(denominator=""), 'Survival needs denominator "count" or "mass"'),
     ],
 )
 def test_options_out_of_range(build, words: str) -> None:  # type: ignore[no-untyped-def]

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from treespark.drafters.attention import KeysValues, SlotMask, attend
+
 # Types whose frequencies are fixed; others change with the length of the text.
 _FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -32,8 +34,12 @@ class RMSNorm(nn.Module):
         """Norms x [..., size] and keeps its dtype."""
         if x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        normed = F.rms_norm(x.to(_at_least_float32(x.dtype)), self.weight.shape, None, self.eps)
-        return self.weight.to(x.dtype) * normed.to(x.dtype)
+        wide = _at_least_float32(torch.promote_types(x.dtype, self.weight.dtype))
+        normed = F.rms_norm(x.to(wide), self.weight.shape, None, self.eps)
+        if self.weight.dtype == x.dtype:
+            return self.weight * normed.to(x.dtype)  # rounded where Qwen3's own layer rounds
+        # Under autocast a float32 weight meets bfloat16 states: the weight is not rounded.
+        return (self.weight.to(wide) * normed).to(x.dtype)
 
 
 class Rotary:
@@ -106,25 +112,14 @@ class DraftAttention(nn.Module):
         keys = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
         return rotate(keys, rotary), self.v_proj(x).view(shape).transpose(1, 2)
 
-    def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], mask: Tensor | None
-    ) -> Tensor:
-        """Attends from slots x [R, T, H] to the context [R, G, S, D] and to the slots themselves.
-
-        `mask` is [R, 1, T, S + T], True = attend; None = attend to everything.
-        """
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], context: KeysValues, mask: SlotMask | None) -> Tensor:
+        """Attends from slots x [R, T, H] to the context [R, G, S, D] and to the slots themselves; see `attend`."""
         rows, length = x.shape[:2]
         queries = self.q_norm(self.q_proj(x).view(rows, length, self.heads, self.head_dim)).transpose(1, 2)
         queries = rotate(queries, rotary)
         keys, values = self.keys_values(x, rotary)
-        keys = torch.cat([context[0].to(keys.dtype), keys], dim=2)
-        values = torch.cat([context[1].to(values.dtype), values], dim=2)
-        if mask is None:
-            # Without a mask the queries of a group are just more queries: no key has to be repeated.
-            grouped = queries.reshape(rows, self.kv_heads, -1, self.head_dim)
-            out = F.scaled_dot_product_attention(grouped, keys, values).view_as(queries)
-        else:
-            out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+        past = context[0].to(keys.dtype), context[1].to(values.dtype)
+        out = attend(queries, past, (keys, values), mask)
         out = out.transpose(1, 2).reshape(rows, length, self.heads * self.head_dim)
         projected: Tensor = self.o_proj(out)
         return projected
@@ -157,9 +152,7 @@ class DraftLayer(nn.Module):
         self.input_layernorm = RMSNorm(hidden_size, eps)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps)
 
-    def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], mask: Tensor | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], context: KeysValues, mask: SlotMask | None) -> Tensor:
         """Maps the slots x [R, T, H] to [R, T, H]."""
         x = x + self.self_attn(self.input_layernorm(x), rotary, context, mask)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))

@@ -11,16 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treespark.drafters.attention import DraftContext, block_mask
+from treespark.drafters.attention import ATTENTION, DraftContext, SlotMask, flex_runs
 from treespark.drafters.backbone import DraftLayer, RMSNorm, Rotary
 from treespark.drafters.base import Drafter
 from treespark.drafters.confidence import ConfidenceHead
 from treespark.drafters.markov import build_markov_head
 from treespark.drafters.proposer import DraftProposer
+from treespark.registry import unknown
 from treespark.target.spec import TargetSpec
 
 _log = logging.getLogger(__name__)
 _INIT_STD = 0.02
+BLOCK_ATTENTION = ("bidirectional", "causal")
 
 
 def default_layer_ids(num_layers: int, count: int) -> list[int]:
@@ -67,7 +69,14 @@ class DSparkDrafter(Drafter):
         head_dim: Width of an attention head; None takes the target's times `head_dim_ratio`.
         head_dim_ratio: 1.5 is TreeSpark's widening (128 -> 192); rounded to an even width.
         markov_rank: r; 0 for no Markov head.
-        markov_head: Kind of Markov head: "vanilla".
+        markov_head: Kind of Markov head: "vanilla" (by the parent token alone), "gated" (by the slot's state as well)
+            or "rnn" (a state carried along each path).
+        block_attention: "bidirectional": every slot of a block sees all of its slots; "causal": none after itself.
+        attention: How many anchors attend at once: "dense" (one call with the whole mask), "chunked" (memory bounded by
+            a chunk of anchors), "flex" (`flex_attention`, CUDA) or "auto" (by size and device). Changes no result, and
+            is no part of a checkpoint.
+        compile: Compile the layers with `torch.compile` at their first call (on a CPU this needs a C++ compiler).
+            Changes results by rounding only, and is no part of a checkpoint.
         confidence: Whether there is a confidence head.
         confidence_with_markov: Whether the confidence head also sees the parent's Markov embedding.
         target_layer_ids: Decoder layers of the target whose outputs are the features; None spaces them evenly.
@@ -98,6 +107,9 @@ class DSparkDrafter(Drafter):
         intermediate_size: int | None = None,
         num_attention_heads: int | None = None,
         num_key_value_heads: int | None = None,
+        block_attention: str = "bidirectional",
+        attention: str = "auto",
+        compile: bool = False,
     ) -> None:
         if target_layer_ids is None:
             target_layer_ids = default_layer_ids(target.num_layers, num_target_layers_tapped)
@@ -118,7 +130,12 @@ class DSparkDrafter(Drafter):
                 "confidence_with_markov: true needs a Markov head; set confidence_with_markov: false or markov_rank "
                 "above 0."
             )
-        self.num_layers = num_layers
+        if block_attention not in BLOCK_ATTENTION:
+            raise unknown("block_attention", block_attention, BLOCK_ATTENTION)
+        if attention not in ATTENTION:
+            raise unknown("attention", attention, ATTENTION)
+        self.attention = attention
+        self.num_layers, self.block_attention = num_layers, block_attention
         self.head_dim = head_dim if head_dim is not None else 2 * round(target.head_dim * head_dim_ratio / 2)
         self.num_attention_heads = num_attention_heads or target.num_attention_heads
         self.num_key_value_heads = num_key_value_heads or target.num_key_value_heads
@@ -145,10 +162,13 @@ class DSparkDrafter(Drafter):
             DraftLayer(hidden, self.intermediate_size, heads, kv_heads, self.head_dim, eps) for _ in range(num_layers)
         )
         self.norm = RMSNorm(hidden, eps)
-        self.markov = build_markov_head(markov_head, target.vocab_size, markov_rank)
+        self.markov = build_markov_head(markov_head, target.vocab_size, markov_rank, hidden)
         rank = markov_rank if confidence_with_markov else 0
         self.confidence_head = ConfidenceHead(hidden, rank) if confidence else None
         self._reset_parameters()
+        if compile:
+            for layer in self._layer_list():
+                layer.compile()
 
     def _reset_parameters(self) -> None:
         for name, module in self.named_modules():
@@ -176,6 +196,7 @@ class DSparkDrafter(Drafter):
                 "intermediate_size": self.intermediate_size,
                 "num_attention_heads": self.num_attention_heads,
                 "num_key_value_heads": self.num_key_value_heads,
+                "block_attention": self.block_attention,
             },
         }
 
@@ -206,7 +227,7 @@ class DSparkDrafter(Drafter):
         positions = (anchor_positions.unsqueeze(-1) + offsets).view(rows, anchors * size)
         x = self.embed_tokens(tokens.view(rows, anchors * size)).to(self.fc.weight.dtype)
         rotary = self._rotary(positions, x.dtype)
-        mask = self._mask(context, context_mask, rows, anchors, x.device)
+        mask = self._mask(context, context_mask, rows, anchors, x)
         for i, layer in enumerate(self._layer_list()):
             x = layer(x, rotary, context.layer(i), mask)
         states: Tensor = self.norm(x)
@@ -220,17 +241,21 @@ class DSparkDrafter(Drafter):
         return list(self.layers)  # type: ignore[arg-type]
 
     def _mask(
-        self, context: DraftContext, context_mask: Tensor | None, rows: int, anchors: int, device: torch.device
-    ) -> Tensor | None:
+        self, context: DraftContext, context_mask: Tensor | None, rows: int, anchors: int, x: Tensor
+    ) -> SlotMask | None:
+        causal = self.block_attention == "causal"
         if context_mask is None:
-            if anchors == 1:
+            if anchors == 1 and not causal:
                 return None
-            context_mask = torch.ones(rows, anchors, context.length, dtype=torch.bool, device=device)
+            context_mask = torch.ones(rows, anchors, context.length, dtype=torch.bool, device=x.device)
         elif context_mask.shape != (rows, anchors, context.length):
             raise ValueError(
                 f"Expected a context mask of shape {[rows, anchors, context.length]}, got {list(context_mask.shape)}."
             )
-        elif anchors == 1 and bool(context_mask.all()):
+        elif anchors == 1 and not causal and bool(context_mask.all()):
             # One anchor that sees all of the context: attention needs no mask, which is the fast path of decoding.
             return None
-        return block_mask(context_mask, self.block_size)
+        groups = self.num_attention_heads // self.num_key_value_heads
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+        runs = self.attention == "auto" and flex_runs(x.device.type, dtype, self.head_dim, groups)
+        return SlotMask(context_mask, self.block_size, causal, groups, self.attention, runs)

@@ -23,7 +23,14 @@ _WEIGHTS = "model.safetensors"
 # Names of modules: ours -> the file's.
 _RENAMED = {"markov.": "markov_head."}
 # Fields that the format writes itself; everything else in a config.json is kept as `extra`.
-_OWN_FIELDS = ("sample_from_anchor", "tree_policy", "target_model_type", "target_model_name_or_path", "target_spec")
+_OWN_FIELDS = (
+    "sample_from_anchor",
+    "block_attention",
+    "tree_policy",
+    "target_model_type",
+    "target_model_name_or_path",
+    "target_spec",
+)
 
 
 class DeepSpecFormat(CheckpointFormat):
@@ -177,6 +184,7 @@ def _config(drafter: DSparkDrafter) -> dict[str, Any]:
         "use_sliding_window": False,
         "vocab_size": spec.vocab_size,
         "sample_from_anchor": drafter.sample_from_anchor,
+        "block_attention": drafter.block_attention,
         "target_model_type": spec.model_type,
         "target_model_name_or_path": spec.name,
         "target_spec": dataclasses.asdict(spec),
@@ -219,6 +227,8 @@ def _options(config: dict[str, Any], directory: Path) -> dict[str, Any]:
         "intermediate_size": _field(config, "intermediate_size", directory),
         "num_attention_heads": _field(config, "num_attention_heads", directory),
         "num_key_value_heads": _field(config, "num_key_value_heads", directory),
+        # DeepSpec's own files know no other kind.
+        "block_attention": config.get("block_attention", "bidirectional"),
     }
 
 

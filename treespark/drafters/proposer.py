@@ -67,9 +67,10 @@ class DraftProposer:
         return self._confidence.from_hidden(self.hidden)
 
     def root_carry(self) -> Tensor:
-        """Returns the state that the root inherits: zeros [M, 1, c]."""
-        size = self._markov.carry_size if self._markov is not None else 0
-        return self.hidden.new_zeros(len(self.root_tokens), 1, size)
+        """Returns the state that the root inherits: zeros [M, 1, c], c = 0 unless the head carries a state."""
+        if self._markov is None:
+            return self.hidden.new_zeros(len(self.root_tokens), 1, 0)
+        return self._markov.root_carry(self.hidden)
 
     def _at(self, values: Tensor, depth: int | Tensor) -> Tensor:
         """Picks `values[:, depth - 1]` of [M, K, X]: [M, 1, X], or [M, P, X] for depths [M, P]."""
