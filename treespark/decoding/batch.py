@@ -136,6 +136,7 @@ class BatchDecoding:
                     self.context.put(row, encoded)
             self.places[row : row + 1] = [request]
         request.timing["prefill"] += perf_counter() - begin
+        request.hand_out()
 
     @torch.no_grad()
     def step(self) -> list[tuple[Request, Round]]:
@@ -197,6 +198,8 @@ class BatchDecoding:
             request.timing["decode"] += seconds
             if request.finish_reason is not None:
                 self.places[row] = None
+        for request in requests:
+            request.hand_out()
         return list(zip(requests, records, strict=True))
 
     def result(self, request: Request) -> DecodeResult:

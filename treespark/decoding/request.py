@@ -50,7 +50,7 @@ class Request:
     ) -> None:
         self.rules = StopRules.of(target.spec.eos_token_ids if end_token_ids is None else end_token_ids, max_new_tokens)
         self.prompt = _check_prompt(target, prompt_ids, max_new_tokens)
-        self.on_commit = on_commit
+        self.on_commit, self._num_handed_out = on_commit, 0
         self.tokens: list[int] = []
         self.rounds: list[Round] = []
         self.gaps: list[float] = []
@@ -63,11 +63,15 @@ class Request:
         return self.prompt.shape[1] + len(self.tokens) - 1
 
     def commit(self, tokens: list[int]) -> None:
-        """Appends tokens that the stop rules have cut already, and hands them out."""
+        """Appends tokens that the stop rules have cut already."""
         self.tokens.extend(tokens)
         self.finish_reason = self.rules.finish_reason(self.tokens)
-        if self.on_commit is not None:
-            self.on_commit(tokens)
+
+    def hand_out(self) -> None:
+        """Hands the tokens that were committed since the last call to `on_commit`; what that does is not timed."""
+        new, self._num_handed_out = self.tokens[self._num_handed_out :], len(self.tokens)
+        if self.on_commit is not None and new:
+            self.on_commit(new)
 
 
 def _check_prompt(target: Target, prompt_ids: Sequence[int] | Tensor, max_new_tokens: int) -> Tensor:
