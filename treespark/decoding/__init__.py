@@ -7,7 +7,7 @@ from treespark.decoding.record import DecodeResult, Round
 from treespark.decoding.request import Request
 from treespark.decoding.simulate import check_text, simulate
 from treespark.decoding.stop import StopRules
-from treespark.decoding.verify import Walk, walk
+from treespark.decoding.verify import Walk, judged_edges, walk
 
 __all__ = [
     "BatchDecoding",
@@ -23,6 +23,7 @@ __all__ = [
     "decode",
     "decode_batch",
     "decode_plain",
+    "judged_edges",
     "simulate",
     "walk",
 ]

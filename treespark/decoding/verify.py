@@ -87,3 +87,20 @@ def walk(packed: PackedTree, choices: Tensor, ancestors: Tensor | None = None) -
     # A node is accepted when it and all its ancestors agree; at most one child of a node can.
     accepted = packed.exists & (agrees.unsqueeze(1) | ~ancestors).all(2)
     return Walk(accepted, accepted.sum(1) - 1)
+
+
+def judged_edges(packed: PackedTree, accepted: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the edges that a verification has judged, as `fit_edges` takes them.
+
+    An edge is judged when its parent was accepted or is the root; below a rejected node nothing is known.
+
+    Args:
+        packed: The verified trees.
+        accepted: [M, N+1] `Walk.accepted`.
+
+    Returns:
+        Log-probabilities and verdicts, [n] each.
+    """
+    judged = packed.exists & accepted.gather(1, packed.parents)
+    judged[:, 0] = False
+    return packed.log_probs[judged], accepted[judged]
