@@ -34,7 +34,11 @@ class TableProposer:
         return at_least_float32(logits).log_softmax(-1).gather(-1, tokens), carry
 
     def marginals(self, k: int) -> tuple[Tensor, Tensor]:
-        return top_children(self.table.mean(2), k)
+        return top_children(self.base_logits, k)
+
+    @property
+    def base_logits(self) -> Tensor:
+        return self.table.mean(2)
 
     def path_logits(self, tokens: Tensor) -> Tensor:
         rows, depths = torch.arange(len(tokens)).unsqueeze(1), torch.arange(self.depths)

@@ -20,12 +20,16 @@ from treespark.tree import CandidateTree, Expansion, PackedTree, Proposer, gathe
 class LogitProposer(Proposer, Protocol):
     """A proposer that also gives the differentiable logits that its proposals come from."""
 
+    @property
+    def base_logits(self) -> Tensor:
+        """Logits [M, K, V] of each depth without any parent's correction."""
+
     def logits(self, depth: int | Tensor, parents: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
         """Returns logits [M, P, V] under the parents [M, P], and the carry after them [M, P, c]."""
 
 
 class ExpandedParents(NamedTuple):
-    """The distributions of one `expand` call, kept for the losses.
+    """The distributions of one `expand` call, kept for the losses; or those of `marginals`, one for each depth.
 
     Attributes:
         depths: [M, P] depth of the children.
@@ -58,6 +62,7 @@ class _Recorder:
         self.proposer = proposer
         self.depths, self.vocab_size, self.root_tokens = proposer.depths, proposer.vocab_size, proposer.root_tokens
         self.calls: list[ExpandedParents] = []
+        self.marginal: ExpandedParents | None = None
 
     def root_carry(self) -> Tensor:
         return self.proposer.root_carry()
@@ -74,8 +79,12 @@ class _Recorder:
         return self.proposer.score(depth, parents, carry, tokens)
 
     def marginals(self, k: int) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            return self.proposer.marginals(k)
+        logits = self.proposer.base_logits
+        normalizer = log_normalizer(logits)
+        tokens, log_probs = top_children(logits, k, normalizer)
+        depths = torch.arange(1, self.depths + 1, device=tokens.device).expand(len(tokens), -1)
+        self.marginal = ExpandedParents(depths, logits, normalizer, tokens, log_probs)
+        return tokens, log_probs.detach()
 
 
 @dataclass(frozen=True)
@@ -85,39 +94,54 @@ class Replay:
     Attributes:
         tree: What the policy proposed.
         packed: What it packed.
-        expanded: The expanded parents, one entry for each `expand` call.
-        parent_exists: Per call [M, P], False where the parent was padding.
+        expanded: The expanded parents, one entry for each `expand` call. Where the policy asked for the marginals, they
+            are the last entry: one distribution for each depth, shared by all its parents.
+        parent_exists: Per entry [M, P], False where the parent was padding.
+        marginal: That last entry, or None.
     """
 
     tree: CandidateTree
     packed: PackedTree
     expanded: list[ExpandedParents]
     parent_exists: list[Tensor]
+    marginal: ExpandedParents | None = None
 
     def edge_log_probs(self) -> Tensor:
         """Returns differentiable log p(v | path) of the packed nodes: [M, N+1], 0 for the root and for padding."""
         packed = self.packed
         rows, width = packed.tokens.shape
-        # Slot of each candidate among the expanded parents; padding parents write to a spare place.
-        exists = torch.cat(self.parent_exists, 1)
-        spare = self.tree.tokens.shape[1]
-        slot = torch.zeros(rows, spare + 1, dtype=torch.long, device=packed.tokens.device)
-        order = torch.arange(self.tree.expansions.shape[1], device=slot.device).expand(rows, -1)
-        slot.scatter_(1, torch.where(exists, self.tree.expansions, spare), order)
-        slots = slot.gather(1, gather_rows(self.tree.parents, packed.index))
-        row = torch.arange(rows, device=slot.device).unsqueeze(1).expand(-1, width)
         real = packed.exists & (packed.depths > 0)
+        row = torch.arange(rows, device=real.device).unsqueeze(1).expand(-1, width)
         total, start = None, 0
-        for call in self.expanded:
-            size = call.children.shape[1]
-            local = (slots - start).clamp(0, size - 1)
-            here = real & (slots >= start) & (slots < start + size)
-            rank = (call.children[row, local] == packed.tokens.unsqueeze(-1)).long().argmax(-1)
-            edges = torch.where(here, call.child_log_probs[row, local, rank], 0.0)
-            total = edges if total is None else total + edges
-            start += size
-        assert total is not None, "a policy expands at least the root"
+        if self.marginal is not None:
+            # Every parent of a depth shares that depth's distribution; a parent that was expanded has its own.
+            places = (packed.depths - 1).clamp(min=0)
+            plain = real & ~gather_rows(self.tree.expanded, gather_rows(self.tree.parents, packed.index))
+            total = torch.where(plain, _edges(self.marginal, row, places, packed.tokens), 0.0)
+        if self.tree.expansions.shape[1]:
+            # Slot of each candidate among the expanded parents; padding parents write to a spare place.
+            calls = self.expanded[: len(self.expanded) - (self.marginal is not None)]
+            exists = torch.cat(self.parent_exists[: len(calls)], 1)
+            spare = self.tree.tokens.shape[1]
+            slot = torch.full((rows, spare + 1), -1, dtype=torch.long, device=real.device)
+            order = torch.arange(self.tree.expansions.shape[1], device=slot.device).expand(rows, -1)
+            slot.scatter_(1, torch.where(exists, self.tree.expansions, spare), order)
+            slots = slot.gather(1, gather_rows(self.tree.parents, packed.index))
+            for call in calls:
+                size = call.children.shape[1]
+                local = (slots - start).clamp(0, size - 1)
+                here = real & (slots >= start) & (slots < start + size)
+                edges = torch.where(here, _edges(call, row, local, packed.tokens), 0.0)
+                total = edges if total is None else total + edges
+                start += size
+        assert total is not None, "a policy expands the root or asks for marginals"
         return total
+
+
+def _edges(call: ExpandedParents, row: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
+    """Returns the log-probabilities [M, I] of tokens [M, I] among the children proposed at places [M, I] of a call."""
+    rank = (call.children[row, places] == tokens.unsqueeze(-1)).long().argmax(-1)
+    return call.child_log_probs[row, places, rank]
 
 
 def replay(policy: TreePolicy, proposer: LogitProposer, *, generator: torch.Generator | None = None) -> Replay:
@@ -131,7 +155,11 @@ def replay(policy: TreePolicy, proposer: LogitProposer, *, generator: torch.Gene
             f"{type(policy).__name__}.build lists {exists.shape[1]} expansions but expanded {sum(sizes)} parents; "
             "CandidateTree.expansions must name every parent given to Proposer.expand, in the order of the calls."
         )
-    return Replay(tree, tree.pack(), recorder.calls, list(torch.split(exists, sizes, dim=1)))
+    entries, parent_exists = list(recorder.calls), list(torch.split(exists, sizes, dim=1)) if sizes else []
+    if recorder.marginal is not None:
+        entries.append(recorder.marginal)
+        parent_exists.append(torch.ones_like(recorder.marginal.depths, dtype=torch.bool))
+    return Replay(tree, tree.pack(), entries, parent_exists, recorder.marginal)
 
 
 def path_mass(packed: PackedTree, target_log_probs: Tensor, depths: int) -> Tensor:

@@ -39,10 +39,33 @@ class FakeProposer:
 
 @dataclass
 class FakeContext:
-    """What was encoded: features [R, S, m*H] and positions [R, S]."""
+    """What was encoded: features [R, S, m*H] and positions [R, S]; -1 where a row of several is not filled."""
 
     features: Tensor
     positions: Tensor
+    rows: int = 1
+    length: int = 0
+
+    def spread(self, rows: int) -> FakeContext:
+        room = FakeContext(self.features.new_zeros(rows, 256, self.features.shape[2]), torch.full((rows, 256), -1))
+        room.put(0, self)
+        return room
+
+    def select(self, rows: int, length: int) -> None:
+        self.rows, self.length = rows, length
+
+    def put(self, row: int, other: FakeContext) -> None:
+        self.positions[row] = -1
+        self.write(torch.tensor(row), torch.arange(other.positions.shape[1]), 256, other)
+
+    def write(self, rows: Tensor, places: Tensor, end: int, other: FakeContext) -> None:
+        assert int(places.max()) < end <= 256
+        self.features[rows, places], self.positions[rows, places] = other.features[0], other.positions[0]
+
+    def copy_row(self, source: int, destination: int, length: int) -> None:
+        self.positions[destination] = -1
+        for held in (self.features, self.positions):
+            held[destination, :length] = held[source, :length]
 
 
 class FakeDrafter:
@@ -73,13 +96,17 @@ class FakeDrafter:
 
     def draft(self, context: FakeContext, tokens: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
         rows = len(tokens)
+        held = context.positions
+        if context.length:
+            assert context.rows == rows
+            held = held[:rows, : context.length]
         if mask is None:
-            mask = torch.ones(rows, 1, context.positions.shape[1], dtype=torch.bool)
+            mask = torch.ones(rows, 1, held.shape[1], dtype=torch.bool)
         assert tokens.shape == positions.shape == (rows, 1)
-        assert mask.shape == (rows, 1, context.positions.shape[1])
+        assert mask.shape == (rows, 1, held.shape[1])
         for row in range(rows):
             t = int(positions[row])
-            assert context.positions[row][mask[row, 0]].tolist() == list(range(t))
+            assert held[row][mask[row, 0]].tolist() == list(range(t))
             self.anchors.append(t)
         return positions.unsqueeze(-1).unsqueeze(-1).expand(rows, 1, self.block_size, 1).double()
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.decoding.fakes import knowing_drafter, random_drafter
 from tests.tiny import tiny_drafter, tiny_target
 from treespark.decoding import Decoding, Round, decode, decode_plain
-from treespark.policies import Budgeted, Chain, TreePolicy
+from treespark.policies import BestFirst, Budgeted, Chain, TreePolicy
 from treespark.target import Target
 
 POLICIES: list[TreePolicy] = [
@@ -34,6 +34,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "dflash": {"markov_rank": 0, "confidence": False},
     "causal": {"block_attention": "causal"},
 }
+# Every policy of ours with its defaults, whatever is added: the registry knows them.
+REGISTERED: list[TreePolicy] = [
+    cls() for cls in TreePolicy.available().values() if cls.__module__.startswith("treespark.")
+]
 
 
 @cache
@@ -80,7 +84,7 @@ def test_plain_decoding_is_greedy_decoding(family: str) -> None:
 @given(
     family=families,
     kind=kinds,
-    policy=st.sampled_from(POLICIES),
+    policy=st.sampled_from([*POLICIES, BestFirst(k=3, num_draft_nodes=10, a=1.3, b=-0.2, theta=0.05)]),
     prompt=prompts,
     seed=st.integers(0, 3),
     limit=st.sampled_from([0, 1, 2, 3, 7, 24]),
@@ -90,6 +94,29 @@ def test_output_equals_plain_decoding(
     family: str, kind: str, policy: TreePolicy, prompt: list[int], seed: int, limit: int, ends: list[int]
 ) -> None:
     """End tokens are drawn from the text itself: answers end at the first token, inside a path or at a bonus."""
+    check_output(family, kind, policy, prompt, seed, limit, ends)
+
+
+@pytest.mark.parametrize("policy", REGISTERED, ids=lambda policy: type(policy).__name__)
+@settings(max_examples=15, deadline=None)
+@given(
+    family=families,
+    kind=kinds,
+    prompt=prompts,
+    seed=st.integers(0, 3),
+    limit=st.sampled_from([1, 3, 24]),
+    ends=st.lists(st.integers(0, 23), max_size=2),
+)
+def test_every_registered_policy_decodes_the_plain_text(
+    policy: TreePolicy, family: str, kind: str, prompt: list[int], seed: int, limit: int, ends: list[int]
+) -> None:
+    """The same for each policy that the registry knows, with its defaults."""
+    check_output(family, kind, policy, prompt, seed, limit, ends)
+
+
+def check_output(
+    family: str, kind: str, policy: TreePolicy, prompt: list[int], seed: int, limit: int, ends: list[int]
+) -> None:
     target = target_of(family)
     text = decode_plain(target, prompt, max_new_tokens=24, end_token_ids=[]).tokens
     end_token_ids = [text[place] for place in ends]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.decoding.fakes import FakeProposer
-from treespark.decoding.verify import root_tree, tree_attention_mask, trim, walk
+from treespark.decoding.verify import judged_edges, root_tree, tree_attention_mask, trim, walk
 from treespark.policies import Budgeted
 from treespark.tree import PackedTree
 
@@ -83,3 +83,25 @@ def test_tree_mask_of_a_fork() -> None:
     assert mask.shape == (1, 4, 6)
     assert mask[0, 3].tolist() == [True, True, True, True, False, True]
     assert mask[0, 2].tolist() == [True, True, True, False, True, False]
+
+
+def test_tree_mask_of_a_shorter_text() -> None:
+    """Of three cached positions the row's text fills one: its nodes do not look at the others."""
+    ancestors = torch.ones(1, 2, 2, dtype=torch.bool).tril()
+    mask = tree_attention_mask(ancestors, 3, torch.tensor([[[True, False, False]]]))
+    assert mask.int().tolist() == [[[1, 0, 0, 1, 0], [1, 0, 0, 1, 1]]]
+
+
+@given(seed=st.integers(0, 10_000))
+def test_judged_edges_are_those_below_accepted_nodes(seed: int) -> None:
+    """Node by node: an edge counts when its parent lies on the walk, and its verdict is whether its child does."""
+    packed = random_packed(seed)
+    choices = torch.randint(0, 2, packed.tokens.shape, generator=torch.Generator().manual_seed(seed))
+    expected = []
+    for row in range(len(choices)):
+        path = walk_by_hand(packed, choices, row)
+        for node in range(1, int(packed.num_nodes[row]) + 1):
+            if int(packed.parents[row, node]) in path:
+                expected.append((float(packed.log_probs[row, node]), node in path))
+    log_probs, verdicts = judged_edges(packed, walk(packed, choices).accepted)
+    assert list(zip(log_probs.tolist(), verdicts.tolist(), strict=True)) == expected

@@ -101,3 +101,48 @@ def test_last_logits_only() -> None:
     output = target(ids, target.new_cache(8), num_logits=1)
     assert output.logits.shape == (1, 1, 64) and output.features.final.shape == (1, 4, 32)
     assert torch.allclose(output.logits[:, 0], full(target, ids)[:, -1], atol=1e-12)
+
+
+def test_rows_of_different_lengths_share_a_cache() -> None:
+    """Two texts of 3 and 5 tokens; a forward of 2 tokens each appends behind the longer, and row 0's move to its end.
+
+    Row 1 is then copied over row 0, and a cleared row holds zeros.
+    """
+    target = TARGETS["qwen3"]
+    texts = [torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[10, 11, 12, 13, 14, 15, 16]])]
+    cache = target.new_cache(4, rows=2)
+    for row, (text, length) in enumerate(zip(texts, (3, 5), strict=True)):
+        cache.select(row, row + 1, 0)
+        target(text[:, :length], cache)
+    cache.select(0, 2, 5)
+    seen = torch.tensor([[True] * 3 + [False] * 2, [True] * 5]).unsqueeze(1).expand(-1, 2, -1)
+    mask = torch.cat([seen, torch.ones(2, 2, dtype=torch.bool).tril().expand(2, -1, -1)], 2)
+    new = torch.cat([texts[0][:, 3:], texts[1][:, 5:]])
+    logits = target(new, cache, (), torch.tensor([[3, 4], [5, 6]]), mask).logits
+    for row, text in enumerate(texts):
+        assert torch.allclose(logits[row], full(target, text)[0, -2:], atol=1e-12)
+    cache.move(torch.tensor([0, 0]), torch.tensor([5, 6]), torch.tensor([3, 4]))
+    fresh = target.new_cache(8)
+    target(texts[0], fresh)
+    cache.select(0, 1, 5)
+    for layer, other in zip(cache.hf.layers, fresh.hf.layers, strict=True):
+        torch.testing.assert_close(layer.keys, other.keys)
+        torch.testing.assert_close(layer.values, other.values)
+    cache.copy_row(1, 0, 7)
+    cache.clear(1, 2)
+    for layer in cache.hf.layers:
+        assert layer.key_buffer[1, :, 2:].abs().sum() == 0 != layer.key_buffer[1, :, :2].abs().sum()
+    cache.select(0, 1, 7)
+    found = target(torch.tensor([[17]]), cache).logits[0, -1]
+    assert torch.allclose(found, full(target, torch.cat([texts[1], torch.tensor([[17]])], 1))[0, -1], atol=1e-12)
+
+
+def test_rows_without_room_are_refused() -> None:
+    """A forward of as many rows as are selected, among those that there is room for."""
+    target = TARGETS["llama"]
+    cache = target.new_cache(8, rows=2)
+    with pytest.raises(ValueError, match="Got 1 rows of token ids for a cache of 2 rows"):
+        target(torch.tensor([[5]]), cache)
+    for first, last, length in ((1, 3, 0), (1, 1, 0), (0, 1, 9)):
+        with pytest.raises(ValueError, match="room for 2 rows of 8 positions"):
+            cache.select(first, last, length)

@@ -51,7 +51,9 @@ class DecodeResult:
         finish_reason: "stop" after an end token, "length" at the limit.
         timing: Seconds by name: prefill, draft, build, verify, commit, and decode, the wall time of all rounds. On an
             accelerator the host waits for the device in verify only, so there the parts are host times and only
-            prefill and decode are exact.
+            prefill and decode are exact. Also first_token and finished: seconds from the start of the call that decoded
+            the request, among others or alone, to its first and to its last token. A round's seconds count for every
+            request that took part in it.
         policy: Config of the tree policy; None for plain decoding.
         recorded: Whether that is the policy which the drafter was trained under.
         gaps: Plain decoding only: best minus second best logit at each of `tokens`.

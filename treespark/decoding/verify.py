@@ -1,6 +1,6 @@
 """Greedy verification of packed trees: what the target sees, and the walk along its choices.
 
-Shapes: M requests, N packed nodes (root excluded), L rows in the target's cache.
+Shapes: M requests, N packed nodes (root excluded), L positions in the target's cache.
 """
 
 from __future__ import annotations
@@ -57,10 +57,17 @@ def trim(packed: PackedTree, num_nodes: int) -> PackedTree:
     )
 
 
-def tree_attention_mask(ancestors: Tensor, prefix: int) -> Tensor:
-    """Returns [M, N+1, L + N+1], True where a node looks: the whole prefix (L = `prefix`) and its own path."""
+def tree_attention_mask(ancestors: Tensor, prefix: int, seen: Tensor | None = None) -> Tensor:
+    """Returns [M, N+1, L + N+1], True where a node looks: its own path, and of the prefix (L = `prefix`) what is seen.
+
+    Args:
+        ancestors: [M, N+1, N+1] `PackedTree.ancestor_mask()`.
+        prefix: L, the cached positions.
+        seen: [M, 1, L] True for the positions that a row's text fills; None: all of them.
+    """
     rows, width, _ = ancestors.shape
-    return torch.cat([ancestors.new_ones(rows, width, prefix), ancestors], dim=2)
+    before = ancestors.new_ones(rows, width, prefix) if seen is None else seen.expand(-1, width, -1)
+    return torch.cat([before, ancestors], dim=2)
 
 
 def walk(packed: PackedTree, choices: Tensor, ancestors: Tensor | None = None) -> Walk:
@@ -80,3 +87,20 @@ def walk(packed: PackedTree, choices: Tensor, ancestors: Tensor | None = None) -
     # A node is accepted when it and all its ancestors agree; at most one child of a node can.
     accepted = packed.exists & (agrees.unsqueeze(1) | ~ancestors).all(2)
     return Walk(accepted, accepted.sum(1) - 1)
+
+
+def judged_edges(packed: PackedTree, accepted: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the edges that a verification has judged, as `fit_edges` takes them.
+
+    An edge is judged when its parent was accepted or is the root; below a rejected node nothing is known.
+
+    Args:
+        packed: The verified trees.
+        accepted: [M, N+1] `Walk.accepted`.
+
+    Returns:
+        Log-probabilities and verdicts, [n] each.
+    """
+    judged = packed.exists & accepted.gather(1, packed.parents)
+    judged[:, 0] = False
+    return packed.log_probs[judged], accepted[judged]

@@ -218,17 +218,20 @@ class Target(nn.Module):
 
         Args:
             input_ids: [R, q] token ids.
-            cache: From `new_cache`; L = cache.length.
+            cache: From `new_cache`; L = cache.length. R is the number of rows that it has selected.
             layer_ids: Decoder layers whose outputs are tapped; may be empty.
             position_ids: [R, q]; None counts on from the cache (siblings of a tree share a position).
             mask: [R, q, L + q] True where a new position sees a key; None is causal.
             num_logits: Logits of the last so many positions only (a prefill needs one); None for all.
 
         Raises:
-            ValueError: For a mask of another shape, or layer ids that the target does not have.
+            ValueError: For a mask of another shape, layer ids that the target does not have, or another number of rows
+                than the cache has selected.
         """
         rows, width = input_ids.shape
         length = cache.length
+        if rows != cache.num_selected:
+            raise ValueError(f"Got {rows} rows of token ids for a cache of {cache.num_selected} rows.")
         options: dict[str, Any] = {self._cache_argument: cache.hf, "use_cache": True}
         if mask is not None:
             if mask.shape != (rows, width, length + width) or mask.dtype != torch.bool:
