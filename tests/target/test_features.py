@@ -130,3 +130,17 @@ def test_biased_head_is_refused() -> None:
     model.lm_head.bias = torch.nn.Parameter(torch.zeros(64, dtype=torch.float64))
     with pytest.raises(ValueError, match="has a bias"):
         Target(model)
+
+
+def test_autocast_does_not_touch_the_target() -> None:
+    """A trainer's bfloat16 is the drafter's: features and logits of a float32 target are the same, bit for bit."""
+    target = tiny_target("qwen3", torch.float32)
+    ids = torch.randint(3, 64, (2, 9))
+    plain = target.features(ids, [0, 2])
+    with torch.autocast("cpu", torch.bfloat16):
+        found = target.features(ids, [0, 2])
+        logits = target.logits(found.final)
+        live = target(ids[:1], target.new_cache(16))
+    assert torch.equal(found.context, plain.context) and torch.equal(found.final, plain.final)
+    assert torch.equal(logits, target.logits(plain.final))
+    assert torch.equal(live.logits, target(ids[:1], target.new_cache(16)).logits)

@@ -151,8 +151,10 @@ class Target(nn.Module):
         return head
 
     def logits(self, final: Tensor) -> Tensor:
-        """Returns the target's logits [..., V] of final-normed hidden states [..., H]."""
-        return apply_head(final, self.output_head().weight)
+        """Returns the target's logits [..., V] of final-normed hidden states [..., H], in the target's own dtype."""
+        weight = self.output_head().weight
+        with self._own_precision():
+            return apply_head(final.to(weight.dtype), weight)
 
     @torch.no_grad()
     def features(
@@ -194,7 +196,7 @@ class Target(nn.Module):
                 offsets = torch.arange(input_ids.shape[1], device=input_ids.device)
                 options = {"position_ids": position_ids[:, :1] + offsets}
         # Causal attention never lets a token see the padding on its right, so no padding mask is needed.
-        with self._taps(layer_ids) as tapped:
+        with self._taps(layer_ids) as tapped, self._own_precision():
             final = self._decoder_call[0](input_ids=input_ids, use_cache=False, **options).last_hidden_state
         return TargetFeatures(_joined(tapped, layer_ids, final), final)
 
@@ -246,7 +248,7 @@ class Target(nn.Module):
             options["attention_mask"] = self._additive(mask)
         if position_ids is None:
             position_ids = torch.arange(length, length + width, device=input_ids.device).expand(rows, -1)
-        with self._taps(layer_ids) as tapped:
+        with self._taps(layer_ids) as tapped, self._own_precision():
             final = self._decoder_call[0](input_ids=input_ids, position_ids=position_ids, **options).last_hidden_state
         shown = final if num_logits is None else final[:, width - num_logits :]
         return TargetOutput(self.logits(shown), TargetFeatures(_joined(tapped, layer_ids, final), final))
@@ -255,6 +257,13 @@ class Target(nn.Module):
         """Turns a bool mask [R, q, n] into what every attention implementation adds: [R, 1, q, n] in the dtype."""
         added = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device)
         return added.masked_fill_(~mask, torch.finfo(self.dtype).min).unsqueeze(1)
+
+    def _own_precision(self) -> torch.autocast:
+        """Switches autocast off: a trainer's mixed precision is the drafter's, and the target keeps its dtype.
+
+        Else text that the target wrote in float32 would not be its own text under a bfloat16 trainer.
+        """
+        return torch.autocast(self.device.type, enabled=False)
 
     @contextmanager
     def _taps(self, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
