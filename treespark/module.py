@@ -17,6 +17,7 @@ from torch import Tensor
 from treespark.blocks import DraftBlocks, Labels, make_labels
 from treespark.data import MicroBatch
 from treespark.drafters import Drafter
+from treespark.environment import environment
 from treespark.losses import LossTerm
 from treespark.metrics import ValidationMetrics
 from treespark.objective import Drafted, Objective
@@ -70,6 +71,7 @@ class DraftingModule(LightningModule):
         self.objective = Objective(losses, chunk_anchors)
         self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, betas
         self.warmup_ratio, self.simulate, self.max_simulated_rows = warmup_ratio, simulate, max_simulated_rows
+        self._provenance: dict[str, Any] | None = None
         self.target: Target
         self.drafter: Drafter
         self.metrics: ValidationMetrics
@@ -270,7 +272,14 @@ class DraftingModule(LightningModule):
             "target": self.target_name,
             "fingerprint": self.target.spec.fingerprint,
             "chat_template_kwargs": getattr(data, "chat_template_kwargs", {}),
+            "provenance": self._where_from(data),
         }
+
+    def _where_from(self, data: Any) -> dict[str, Any]:
+        """Versions, revision, arguments and the data's hash; found out once, since files are read for it."""
+        if self._provenance is None:
+            self._provenance = environment() | {"data_hash": getattr(data, "data_hash", None)}
+        return self._provenance
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuses a checkpoint of another target.
