@@ -36,6 +36,7 @@ class Decoding:
         prompt_ids: Prompt tokens, one at least.
         drafter: The drafter, bound to `target`; None decodes plainly, with one-row forwards.
         policy: Tree policy; None takes the drafter's recorded one.
+        allow_other_policy: Whether `policy` may differ from the recorded one.
         max_new_tokens: Most new tokens, end token included.
         end_token_ids: Tokens that end the answer; None takes the target's own, an empty list takes none.
         generator: Source of randomness for policies that draw.
@@ -52,6 +53,7 @@ class Decoding:
         *,
         drafter: Drafter | None = None,
         policy: TreePolicy | None = None,
+        allow_other_policy: bool = False,
         max_new_tokens: int = 128,
         end_token_ids: int | Iterable[int] | None = None,
         generator: torch.Generator | None = None,
@@ -64,7 +66,7 @@ class Decoding:
         self.layer_ids: tuple[int, ...] = ()
         if drafter is not None:
             _check_drafter(target, drafter)
-            self.policy, self.recorded = resolve_policy(drafter, policy)
+            self.policy, self.recorded = resolve_policy(drafter, policy, allow_other_policy)
             self.layer_ids = tuple(drafter.layer_ids)
         self.tokens: list[int] = []
         self.rounds: list[Round] = []
@@ -191,6 +193,7 @@ def decode(
     prompt_ids: Sequence[int] | Tensor,
     *,
     policy: TreePolicy | None = None,
+    allow_other_policy: bool = False,
     max_new_tokens: int = 128,
     end_token_ids: int | Iterable[int] | None = None,
     generator: torch.Generator | None = None,
@@ -204,6 +207,7 @@ def decode(
         prompt_ids: Prompt tokens [P], one at least.
         policy: Tree policy; None takes the one recorded with the drafter, or the reference tree where none was. The
             result says which one it was and whether it is the recorded one.
+        allow_other_policy: Needed for a policy other than the recorded one.
         max_new_tokens: Most new tokens, end token included.
         end_token_ids: Tokens that end the answer; None takes the target's own, an empty list takes none.
         generator: Source of randomness for policies that draw.
@@ -219,6 +223,7 @@ def decode(
         prompt_ids,
         drafter=drafter,
         policy=policy,
+        allow_other_policy=allow_other_policy,
         max_new_tokens=max_new_tokens,
         end_token_ids=end_token_ids,
         generator=generator,
