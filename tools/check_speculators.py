@@ -11,7 +11,6 @@ other versions of large libraries.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -20,6 +19,15 @@ import textwrap
 import venv
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # used from a checkout
+
+from treespark.drafters import Drafter, DSparkDrafter, writable_formats
+from treespark.target import Target
+from treespark.target.loading import cache_folder
 
 TOLERANCE = 1e-4
 ANCHORS = [3, 9, 14]
@@ -33,7 +41,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "reduced vocabulary": {"draft_vocab_size": 20},
 }
 
-# What runs in the other environment: only the package and torch are there.
+# What runs in the other environment, once for all folders: only the package and torch are there.
 INSIDE = """
     import sys, torch
     from safetensors.torch import load_file, save_file
@@ -41,14 +49,7 @@ INSIDE = """
     from speculators.models.dflash import core as dflash
     from speculators.models.dspark import core as dspark
 
-    folder = sys.argv[1]
-    given = load_file(folder + "/given.safetensors")
-    model = SpeculatorModel.from_pretrained(folder + "/export", dtype=torch.float32).eval()
-    model.config.transformer_layer_config._attn_implementation = "eager"
-    model._attn_impl, model._create_mask_fn = "eager", dflash.create_float_mask
-    anchors = given["anchors"]
-    dflash.select_anchors = lambda *_, **__: (anchors, torch.ones_like(anchors, dtype=torch.bool))
-    seen = {}
+    given, seen = {}, {}
 
     def keep(logits, targets, confidence, *_, **__):
         seen["logits"] = logits.detach().clone()
@@ -56,18 +57,26 @@ INSIDE = """
             seen["confidence"] = confidence.detach().clone()
         return torch.zeros(()), {}
 
-    dspark.compute_metrics = keep
-    ids = given["ids"]
-    with torch.no_grad():
-        model(
-            hidden_states=given["context"],
-            input_ids=ids,
-            loss_mask=torch.ones_like(ids),
-            verifier_last_hidden_states=given["final"],
-            document_ids=torch.zeros_like(ids),
-            max_anchors=len(anchors),
-        )
-    save_file(seen, folder + "/seen.safetensors")
+    def anchors(*_, **__):
+        return given["anchors"], torch.ones_like(given["anchors"], dtype=torch.bool)
+
+    dspark.compute_metrics, dflash.select_anchors = keep, anchors
+    for folder in sys.argv[1:]:
+        given = load_file(folder + "/given.safetensors")
+        seen = {}
+        model = SpeculatorModel.from_pretrained(folder + "/export", dtype=torch.float32).eval()
+        model.config.transformer_layer_config._attn_implementation = "eager"
+        model._attn_impl, model._create_mask_fn = "eager", dflash.create_float_mask
+        with torch.no_grad():
+            model(
+                hidden_states=given["context"],
+                input_ids=given["ids"],
+                loss_mask=torch.ones_like(given["ids"]),
+                verifier_last_hidden_states=given["final"],
+                document_ids=torch.zeros_like(given["ids"]),
+                max_anchors=len(given["anchors"]),
+            )
+        save_file(seen, folder + "/seen.safetensors")
 """
 
 
@@ -79,20 +88,20 @@ def main() -> int:
     version = "from importlib.metadata import version; print(version('speculators'), version('torch'))"
     print("speculators, torch:", subprocess.check_output([python, "-c", version], text=True).strip())
     failed = False
-    for name, options in DRAFTERS.items():
-        with tempfile.TemporaryDirectory() as temporary:
-            differences = compare(Path(temporary), options, python)
-        worst = max(differences.values())
-        failed |= not worst <= TOLERANCE  # NaN fails as well
-        print(f"{name:20} " + ", ".join(f"{key} {value:.1e}" for key, value in differences.items()))
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = {name: Path(temporary) / name.replace(" ", "_") for name in DRAFTERS}
+        drafters = {name: write(folder, DRAFTERS[name]) for name, folder in folders.items()}
+        run_package(python, list(folders.values()))
+        for name, drafter in drafters.items():
+            differences = compare(folders[name], drafter)
+            failed |= not max(differences.values()) <= TOLERANCE  # NaN fails as well
+            print(f"{name:20} " + ", ".join(f"{key} {value:.1e}" for key, value in differences.items()), flush=True)
     print("DIFFERENT" if failed else f"the same within {TOLERANCE}")
     return int(failed)
 
 
 def make_environment() -> str:
     """Installs the package beside the cached targets, once."""
-    from treespark.target.loading import cache_folder
-
     folder = cache_folder() / "speculators-env"
     python = folder / "bin" / "python"
     if not (folder / "complete").is_file():
@@ -102,19 +111,22 @@ def make_environment() -> str:
     return str(python)
 
 
-def compare(folder: Path, options: dict[str, Any], python: str) -> dict[str, float]:
-    """Largest absolute differences of logits and confidence logits between the package and us."""
-    import torch
-    from safetensors.torch import load_file, save_file
+def run_package(python: str, folders: list[Path]) -> None:
+    """Has the package compute its outputs in each folder."""
+    environment = os.environ | {"TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [python, "-c", textwrap.dedent(INSIDE), *map(str, folders)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"The package failed:\n{done.stderr[-3000:]}")
 
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    from tests.tiny import tiny_drafter, tiny_model
-    from treespark.drafters import Drafter, DSparkDrafter, writable_formats
-    from treespark.target import Target
 
-    tiny_model("qwen3", torch.float32).save_pretrained(folder / "target")
+def write(folder: Path, options: dict[str, Any]) -> DSparkDrafter:
+    """Writes a tiny target, the export of a drafter for it, and inputs; returns the drafter read back."""
     from transformers import AutoModelForCausalLM
 
+    from tests.tiny import tiny_drafter, tiny_model
+
+    tiny_model("qwen3", torch.float32).save_pretrained(folder / "target")
     target = Target(AutoModelForCausalLM.from_pretrained(folder / "target"), name=str(folder / "target"))
     made = tiny_drafter(target, bind=False, **options)
     assert isinstance(made, DSparkDrafter)
@@ -124,30 +136,28 @@ def compare(folder: Path, options: dict[str, Any], python: str) -> dict[str, flo
     writable_formats()["speculators"]().save(made, folder / "export", None, {})
     drafter = Drafter.from_pretrained(folder / "export")
     assert isinstance(drafter, DSparkDrafter)
-
     ids, anchors = torch.tensor([TEXT]), torch.tensor(ANCHORS)
     features = target.features(ids, drafter.layer_ids)
     given = {"ids": ids, "anchors": anchors, "context": features.context, "final": features.final}
     save_file({key: value.contiguous() for key, value in given.items()}, folder / "given.safetensors")
-    environment = os.environ | {"TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [python, "-c", textwrap.dedent(INSIDE), str(folder)], env=environment, capture_output=True, text=True
-    )
-    if done.returncode:
-        sys.exit(f"The package failed on {json.dumps(options)}:\n{done.stderr[-3000:]}")
-    theirs = load_file(folder / "seen.safetensors")
+    return drafter
 
+
+@torch.no_grad()
+def compare(folder: Path, drafter: DSparkDrafter) -> dict[str, float]:
+    """Largest absolute differences of logits and confidence logits between the package and us."""
+    given, theirs = load_file(folder / "given.safetensors"), load_file(folder / "seen.safetensors")
+    ids, anchors = given["ids"], given["anchors"]
     slots, depths = drafter.num_slots, drafter.block_size
-    with torch.no_grad():
-        context = drafter.encode(features.context, torch.arange(len(TEXT)).unsqueeze(0))
-        visible = torch.arange(len(TEXT)) < anchors.unsqueeze(1)
-        hidden = drafter.draft(context, ids[:, ANCHORS], anchors.unsqueeze(0), visible.unsqueeze(0))[0]
-        proposer = drafter.propose(hidden, ids[0, ANCHORS])
-        parents = ids[0, anchors.unsqueeze(1) + torch.arange(depths)]
-        logits = proposer.path_logits(parents)
-        mine = {"logits": logits if drafter.draft_ids is None else logits[..., drafter.draft_ids]}
-        if drafter.has_confidence:
-            mine["confidence"] = proposer.confidence_logits(parents)
+    context = drafter.encode(given["context"], torch.arange(len(TEXT)).unsqueeze(0))
+    visible = torch.arange(len(TEXT)) < anchors.unsqueeze(1)
+    hidden = drafter.draft(context, ids[:, ANCHORS], anchors.unsqueeze(0), visible.unsqueeze(0))[0]
+    proposer = drafter.propose(hidden, ids[0, ANCHORS])
+    parents = ids[0, anchors.unsqueeze(1) + torch.arange(depths)]
+    logits = proposer.path_logits(parents)
+    mine = {"logits": logits if drafter.draft_ids is None else logits[..., drafter.draft_ids]}
+    if drafter.has_confidence:
+        mine["confidence"] = proposer.confidence_logits(parents)
     assert mine.keys() == theirs.keys()
     return {
         key: float((theirs[key].reshape(len(ANCHORS), slots, *value.shape[2:])[:, -depths:] - value).abs().max())

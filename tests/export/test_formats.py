@@ -56,7 +56,8 @@ def write(drafter: DSparkDrafter, name: str, folder: Path, **options: Any) -> Pa
 
 
 def tokens(target: Target, drafter: Drafter, policy: Any = None) -> tuple[list[int], list[int]]:
-    result = decode(target, drafter, PROMPT, policy=policy, max_new_tokens=24, end_token_ids=[])
+    options: dict[str, Any] = {"policy": policy, "allow_other_policy": True, "end_token_ids": []}
+    result = decode(target, drafter, PROMPT, max_new_tokens=24, **options)
     return result.tokens, [record.num_accepted for record in result.rounds]
 
 
