@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from treespark.blocks import DraftBlocks, Labels, make_labels
 from treespark.data import MicroBatch
 from treespark.drafters import Drafter
+from treespark.drafters.warm_start import start_from_drafter, start_from_target
+from treespark.environment import environment
 from treespark.losses import LossTerm
 from treespark.metrics import ValidationMetrics
 from treespark.objective import Drafted, Objective
@@ -46,6 +49,9 @@ class DraftingModule(LightningModule):
         max_simulated_rows: At most so many validation rows are simulated; None takes all.
         feature_memory: GiB for the target's features of training samples, which are then computed in the first epoch
             only; 0 computes them at every step. What does not fit is computed anew each time.
+        init_from: Folder or hub id of a drafter, in any format, to train further. Its weights are loaded where they
+            fit; a line says what was not.
+        init_from_target_layers: Layers of the target, one for each drafter layer, that the drafter's start from.
     """
 
     def __init__(
@@ -64,8 +70,13 @@ class DraftingModule(LightningModule):
         simulate: bool = True,
         max_simulated_rows: int | None = None,
         feature_memory: float = 0.0,
+        init_from: str | None = None,
+        init_from_target_layers: list[int] | None = None,
     ) -> None:
         super().__init__()
+        if init_from is not None and init_from_target_layers is not None:
+            raise ValueError("Give init_from or init_from_target_layers, not both: a drafter has one start.")
+        self.init_from, self.init_from_target_layers = init_from, init_from_target_layers
         if not 0 <= warmup_ratio < 1:
             raise ValueError(f"warmup_ratio must be at least 0 and below 1, got {warmup_ratio}.")
         self.target_name, self.target_dtype, self.target_revision = target, target_dtype, target_revision
@@ -74,6 +85,7 @@ class DraftingModule(LightningModule):
         self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, betas
         self.warmup_ratio, self.simulate, self.max_simulated_rows = warmup_ratio, simulate, max_simulated_rows
         self.feature_memory = feature_memory
+        self._provenance: dict[str, Any] | None = None
         self.target: Target
         self.drafter: Drafter
         self.metrics: ValidationMetrics
@@ -102,12 +114,29 @@ class DraftingModule(LightningModule):
                     f"The loss {type(term).__name__} needs a confidence head, which this {type(drafter).__name__} has "
                     "not: set the drafter's option confidence to true, or the loss's coefficient to 0."
                 )
+        if getattr(drafter, "draft_vocab_size", None) is not None:
+            raise ValueError(
+                "A drafter with a reduced vocabulary cannot be trained: the losses need a probability for every token. "
+                "Leave draft_vocab_size out; init_from takes such a drafter as the start of a full one."
+            )
         drafter.bind(target)
+        if self._trainer is None or self._trainer.state.fn == "fit":
+            self._warm_start(drafter, target)
         self.target, self.drafter = target, drafter
         self._memory = FeatureMemory(target, drafter.layer_ids, int(self.feature_memory * 2**30))
         self.metrics = ValidationMetrics(
             drafter.block_size, [term.name for term in self.objective.terms], drafter.has_confidence
         )
+
+    def _warm_start(self, drafter: Drafter, target: Target) -> None:
+        line = None
+        if self.init_from is not None:
+            source: Drafter = Drafter.from_pretrained(self.init_from, target=target)
+            line = start_from_drafter(drafter, source, self.init_from)
+        elif self.init_from_target_layers is not None:
+            line = start_from_target(drafter, target, self.init_from_target_layers)
+        if line is not None:
+            rank_zero_info(line)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW with a linear warm-up and a cosine to 0 over all optimiser steps of the run, in closed form."""
@@ -281,7 +310,14 @@ class DraftingModule(LightningModule):
             "target": self.target_name,
             "fingerprint": self.target.spec.fingerprint,
             "chat_template_kwargs": getattr(data, "chat_template_kwargs", {}),
+            "provenance": self._where_from(data),
         }
+
+    def _where_from(self, data: Any) -> dict[str, Any]:
+        """Versions, revision, arguments and the data's hash; found out once, since files are read for it."""
+        if self._provenance is None:
+            self._provenance = environment() | {"data_hash": getattr(data, "data_hash", None)}
+        return self._provenance
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuses a checkpoint of another target.

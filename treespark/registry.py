@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from typing_extensions import Self
 
 _HOMES = ("treespark.losses", "treespark.policies", "treespark.drafters")
+_FORMATS = "treespark.export"  # a higher room than the drafters, which ask for it by name when a file is read
 
 
 def unknown(kind: str, name: str, choices: Iterable[str]) -> ValueError:
@@ -26,6 +27,11 @@ def load_all() -> None:
     """Imports the rooms that hold the built-in losses, policies and drafters, so that they are registered."""
     for home in _HOMES:
         importlib.import_module(home)
+
+
+def load_formats() -> None:
+    """Imports the room that holds the foreign checkpoint formats, so that they are registered."""
+    importlib.import_module(_FORMATS)
 
 
 class Registered:

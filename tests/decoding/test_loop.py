@@ -252,7 +252,10 @@ def test_policy_and_its_record() -> None:
     recorded = random_drafter(target, 0, recorded=Chain().config())
     own = decode(target, recorded, [1], **options)
     assert own.policy == Chain().config() and own.recorded
-    other = decode(target, recorded, [1], policy=Budgeted(k=2, num_draft_nodes=4), **options)
+    policy = Budgeted(k=2, num_draft_nodes=4)
+    with pytest.raises(ValueError, match=r"was trained under .*, but Budgeted\(k=2.*set allow_other_policy"):
+        decode(target, recorded, [1], policy=policy, **options)
+    other = decode(target, recorded, [1], policy=policy, allow_other_policy=True, **options)
     assert other.policy == Budgeted(k=2, num_draft_nodes=4).config() and not other.recorded
     same = decode(target, recorded, [1], policy=Chain(), **options)
     assert same.recorded

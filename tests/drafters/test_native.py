@@ -211,7 +211,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "other slot layout": (
         lambda f: edit(f, lambda c: c.update(sample_from_anchor=False)),
-        "sample_from_anchor is False",
+        "sample_from_anchor is False; only True",
     ),
     "missing field": (lambda f: edit(f, lambda c: c.pop("block_size")), "no `block_size`"),
     "other activation": (lambda f: edit(f, lambda c: c.update(hidden_act="gelu")), "hidden_act is 'gelu'"),
@@ -232,7 +232,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "config of other sizes": (
         lambda f: edit(f, lambda c: c.update(head_dim=12)),
-        r"q_proj\.weight has \[32, 32\], expected \[48, 32\]",
+        "config says head_dim 12, but the file holds 8",
     ),
     "rank gone": (
         lambda f: edit(f, lambda c: c.update(markov_rank=0, enable_confidence_head=False)),

@@ -28,11 +28,12 @@ def bench(
     warmup: int = 1,
     seed: int = 0,
     chat_template_kwargs: dict[str, Any] | None = None,
+    allow_other_template: bool = False,
 ) -> Results:
     """Compares plain, chain and tree decoding: acceptance length, speed, and whether the text is the same.
 
     Args:
-        drafter: Folder of a drafter, or a checkpoint file (.ckpt) of `treespark fit`.
+        drafter: Folder or hub id of a drafter, or a checkpoint file (.ckpt) of `treespark fit`.
         suites: Prompt files (JSONL; lines with prompt, messages or turns), several separated by commas.
         target: The target model; by default the one that is recorded with the drafter.
         modes: Some of plain, chain and tree. The tree is the policy recorded with the drafter, or
@@ -48,6 +49,7 @@ def bench(
         warmup: Prompts that are decoded first without being recorded.
         seed: Of the resampling behind the intervals.
         chat_template_kwargs: Options that the target's chat template reads; by default those stored with the drafter.
+        allow_other_template: Take other options than those that the drafter was trained with; the results say so.
 
     Returns:
         The results; `exit_code` is 1 when an output is not plain decoding's.
@@ -59,7 +61,7 @@ def bench(
     import torch
 
     from treespark.bench.arms import make_arms, split_names
-    from treespark.bench.load import open_drafter
+    from treespark.bench.load import check_template, open_drafter
     from treespark.bench.report import print_report
     from treespark.bench.runner import run
     from treespark.bench.suites import check_suites, load_suite
@@ -78,11 +80,12 @@ def bench(
     if output and Path(output).is_dir():
         raise ValueError(f"output: {output} is a folder; give the name of a file for the results.")
     source = open_drafter(drafter)
+    if not (target or source.target_name):
+        raise ValueError(f"{drafter} does not say which target it was made for: give --target.")
     loaded = Target.load(target or source.target_name, dtype=dtype, device_map=None if device == "cpu" else device)
     model = source.load(loaded)
     arms = make_arms(model, modes, policies)
-    if chat_template_kwargs is None:
-        chat_template_kwargs = dict(model.extra.get("chat_template_kwargs") or {})
+    chat_template_kwargs, other_template = check_template(model, chat_template_kwargs, allow_other_template)
     chosen = [
         load_suite(
             path,
@@ -99,6 +102,7 @@ def bench(
         "policies": split_names(policies or []),
         "num_prompts": num_prompts,
         "chat_template_kwargs": chat_template_kwargs,
+        "other_template": other_template,
     }
 
     def describe(results: Results) -> None:

@@ -1,8 +1,9 @@
-"""Drafters as users name them: a folder in the native format, or a checkpoint file of a training run."""
+"""Drafters as users name them: a folder in any format, a hub id, or a checkpoint file of a training run."""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,8 @@ class DrafterSource:
 
     Attributes:
         path: What the user named.
-        target_name: The target that it was trained for, as its trainer called it.
+        target_name: The target that it was trained for, as its trainer called it; empty if the checkpoint does not
+            say.
         load: Builds the drafter in the target's precision and binds it to the target.
     """
 
@@ -36,7 +38,7 @@ def open_drafter(path: str | Path) -> DrafterSource:
     """Opens a drafter's folder or checkpoint file.
 
     Args:
-        path: A folder that `save_pretrained` wrote, or a `.ckpt` file of `treespark fit`.
+        path: A checkpoint folder, a hub id (owner/name), or a `.ckpt` file of `treespark fit`.
 
     Raises:
         FileNotFoundError: When there is no such path.
@@ -44,12 +46,37 @@ def open_drafter(path: str | Path) -> DrafterSource:
             than the drafter's.
     """
     place = Path(path).expanduser()
+    if not place.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path)):
+        return _open_folder(str(path))
     if not place.exists():
         raise FileNotFoundError(
-            f"{path}: no such drafter. Give a folder that save_pretrained wrote, or a checkpoint file (.ckpt) of "
-            "`treespark fit`."
+            f"{path}: no such drafter. Give a checkpoint folder, a hub id (owner/name), or a checkpoint file (.ckpt) "
+            "of `treespark fit`."
         )
     return _open_folder(place) if place.is_dir() else _open_checkpoint(place)
+
+
+def check_template(drafter: Drafter, given: dict[str, Any] | None, allow_other: bool) -> tuple[dict[str, Any], bool]:
+    """Returns the chat template options to render with, and whether they are not those that the drafter records.
+
+    Args:
+        drafter: The drafter.
+        given: Options that were asked for; None takes the recorded ones.
+        allow_other: Whether others than the recorded ones may be used.
+
+    Raises:
+        ValueError: For others without `allow_other`: prompts would not look as they did in training.
+    """
+    recorded = drafter.extra.get("chat_template_kwargs")
+    if given is None:
+        return dict(recorded or {}), False
+    other = recorded is not None and dict(recorded) != dict(given)
+    if other and not allow_other:
+        raise ValueError(
+            f"The drafter was trained with the chat template options {dict(recorded or {})}, but {dict(given)} are "
+            "given: leave chat_template_kwargs out, or set allow_other_template to compare on purpose."
+        )
+    return dict(given), other
 
 
 def weights_hash(drafter: Drafter) -> str:
@@ -61,7 +88,7 @@ def weights_hash(drafter: Drafter) -> str:
     return digest.hexdigest()
 
 
-def _open_folder(folder: Path) -> DrafterSource:
+def _open_folder(folder: Path | str) -> DrafterSource:
     from treespark.drafters import Drafter
 
     drafter: Drafter = Drafter.from_pretrained(folder)
@@ -97,7 +124,9 @@ def _open_checkpoint(file: Path) -> DrafterSource:
             {key.removeprefix(_PREFIX): value for key, value in weights.items() if key.startswith(_PREFIX)}
         )
         drafter.recorded_policy = record["policy"]
-        drafter.extra = {key: record[key] for key in ("chat_template_kwargs",) if record.get(key)}
+        drafter.extra = {key: record[key] for key in ("chat_template_kwargs", "provenance") if key in record}
+        if "provenance" in drafter.extra:
+            drafter.extra["provenance"] |= {"step": checkpoint.get("global_step")}
         return _fit(drafter, target)
 
     return DrafterSource(str(file), name, load)

@@ -226,6 +226,7 @@ class _Runner:
             self.drafter,
             prompt.ids,
             policy=arm.policy,
+            allow_other_policy=True,  # an arm is asked for by name, and `marked` says what it is
             max_new_tokens=max_new_tokens,
             end_token_ids=self.end_token_ids,
         )

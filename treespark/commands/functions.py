@@ -1,4 +1,4 @@
-"""`treespark generate` and `treespark bench`: functions whose signatures are their options."""
+"""`treespark generate`, `bench` and `export`: functions whose signatures are their options."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ def _function(name: str) -> Callable[..., Any]:
         from treespark.generation import generate
 
         return generate
+    if name == "export":
+        from treespark.commands.exporting import export
+
+        return export
     from treespark.bench import bench
 
     return bench

@@ -59,6 +59,7 @@ class BatchDecoding:
         *,
         drafter: Drafter | None = None,
         policy: TreePolicy | None = None,
+        allow_other_policy: bool = False,
         max_batch_size: int = 8,
         generator: torch.Generator | None = None,
     ) -> None:
@@ -71,7 +72,7 @@ class BatchDecoding:
         self.layer_ids: tuple[int, ...] = ()
         if drafter is not None:
             _check_drafter(target, drafter)
-            self.policy, self.recorded = resolve_policy(drafter, policy)
+            self.policy, self.recorded = resolve_policy(drafter, policy, allow_other_policy)
             self.layer_ids = tuple(drafter.layer_ids)
         self.cache: TargetCache | None = None
         self.context: DraftContext | None = None

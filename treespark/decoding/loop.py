@@ -29,6 +29,7 @@ class Decoding:
         prompt_ids: Prompt tokens, one at least.
         drafter: The drafter, bound to `target`; None decodes plainly, with one-row forwards.
         policy: Tree policy; None takes the drafter's recorded one.
+        allow_other_policy: Whether `policy` may differ from the recorded one.
         max_new_tokens: Most new tokens, end token included.
         end_token_ids: Tokens that end the answer; None takes the target's own, an empty list takes none.
         generator: Source of randomness for policies that draw.
@@ -46,12 +47,20 @@ class Decoding:
         *,
         drafter: Drafter | None = None,
         policy: TreePolicy | None = None,
+        allow_other_policy: bool = False,
         max_new_tokens: int = 128,
         end_token_ids: int | Iterable[int] | None = None,
         generator: torch.Generator | None = None,
         on_commit: Callable[[list[int]], None] | None = None,
     ) -> None:
-        self.batch = BatchDecoding(target, drafter=drafter, policy=policy, max_batch_size=1, generator=generator)
+        self.batch = BatchDecoding(
+            target,
+            drafter=drafter,
+            policy=policy,
+            allow_other_policy=allow_other_policy,
+            max_batch_size=1,
+            generator=generator,
+        )
         self.request = Request(
             target, prompt_ids, max_new_tokens=max_new_tokens, end_token_ids=end_token_ids, on_commit=on_commit
         )
@@ -96,6 +105,7 @@ def decode(
     prompt_ids: Sequence[int] | Tensor,
     *,
     policy: TreePolicy | None = None,
+    allow_other_policy: bool = False,
     max_new_tokens: int = 128,
     end_token_ids: int | Iterable[int] | None = None,
     generator: torch.Generator | None = None,
@@ -109,6 +119,7 @@ def decode(
         prompt_ids: Prompt tokens [P], one at least.
         policy: Tree policy; None takes the one recorded with the drafter, or the reference tree where none was. The
             result says which one it was and whether it is the recorded one.
+        allow_other_policy: Needed for a policy other than the recorded one.
         max_new_tokens: Most new tokens, end token included.
         end_token_ids: Tokens that end the answer; None takes the target's own, an empty list takes none.
         generator: Source of randomness for policies that draw.
@@ -124,6 +135,7 @@ def decode(
         prompt_ids,
         drafter=drafter,
         policy=policy,
+        allow_other_policy=allow_other_policy,
         max_new_tokens=max_new_tokens,
         end_token_ids=end_token_ids,
         generator=generator,
@@ -156,6 +168,7 @@ def decode_batch(
     prompts: Iterable[Sequence[int] | Tensor],
     *,
     policy: TreePolicy | None = None,
+    allow_other_policy: bool = False,
     max_batch_size: int = 8,
     max_new_tokens: int | Sequence[int] = 128,
     end_token_ids: int | Iterable[int] | None = None,
@@ -169,6 +182,7 @@ def decode_batch(
         drafter: A drafter bound to it; None decodes plainly.
         prompts: Prompt tokens of each request.
         policy: Tree policy, as in `decode`.
+        allow_other_policy: As in `decode`.
         max_batch_size: The most requests that decode side by side; a waiting one enters when one is over.
         max_new_tokens: Most new tokens, of all requests or of each.
         end_token_ids: Tokens that end an answer; None takes the target's own, an empty list takes none.
@@ -182,7 +196,14 @@ def decode_batch(
     Raises:
         ValueError: See `Decoding`; also for a batch size below 1 or another number of limits than of prompts.
     """
-    batch = BatchDecoding(target, drafter=drafter, policy=policy, max_batch_size=max_batch_size, generator=generator)
+    batch = BatchDecoding(
+        target,
+        drafter=drafter,
+        policy=policy,
+        allow_other_policy=allow_other_policy,
+        max_batch_size=max_batch_size,
+        generator=generator,
+    )
     texts = list(prompts)
     limits = [max_new_tokens] * len(texts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     if len(limits) != len(texts):

@@ -22,18 +22,28 @@ def default_policy(depths: int, vocab_size: int) -> TreePolicy:
     return policy
 
 
-def resolve_policy(drafter: Drafter, policy: TreePolicy | None = None) -> tuple[TreePolicy, bool]:
+def resolve_policy(
+    drafter: Drafter, policy: TreePolicy | None = None, allow_other: bool = True
+) -> tuple[TreePolicy, bool]:
     """Returns the policy to decode under, checked against the drafter, and whether it is the recorded one.
 
     Args:
         drafter: The drafter, with the policy that it was trained under where its checkpoint recorded one.
         policy: Another policy to use; None takes the recorded one, or else `default_policy`.
+        allow_other: Whether it may differ from a recorded one.
 
     Raises:
-        ValueError: When the policy's options are out of range for this drafter.
+        ValueError: When the policy's options are out of range for this drafter, or it is another than the recorded one
+            and that is not allowed.
     """
     config = getattr(drafter, "recorded_policy", None)
     recorded = TreePolicy.from_config(config) if config else None
     chosen = policy or recorded or default_policy(drafter.block_size, drafter.spec.vocab_size)
     chosen.check(drafter.block_size, drafter.spec.vocab_size)
-    return chosen, recorded is not None and chosen.config() == recorded.config()
+    same = recorded is not None and chosen.config() == recorded.config()
+    if recorded is not None and not same and not allow_other:
+        raise ValueError(
+            f"The drafter was trained under {recorded!r}, but {chosen!r} is asked for. Leave the policy out, or set "
+            "allow_other_policy to decode under another one on purpose; the result says so."
+        )
+    return chosen, same

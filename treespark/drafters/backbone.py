@@ -65,7 +65,8 @@ class Rotary:
             )
         self.scaling = 1.0
         if kind == "default":
-            exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+            # On the CPU also where the drafter is built without memory, on the meta device.
+            exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
             self.inverse_frequencies = 1.0 / (parameters["rope_theta"] ** exponents)
         else:
             from transformers import Qwen3Config

@@ -1,11 +1,11 @@
-"""The base of all drafters, and the registry of checkpoint formats that `from_pretrained` asks.
+"""The base of all drafters.
 
 Shapes: R rows, S context positions, A anchors per row, M anchors or requests, K depths, H hidden, m tapped layers.
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from treespark.drafters.attention import DraftContext
+from treespark.drafters.formats import CheckpointFormat, check_tensors, load_drafter
 from treespark.drafters.proposer import DraftProposer
 from treespark.registry import Registered
 from treespark.target.head import apply_head
@@ -40,7 +41,8 @@ class Drafter(nn.Module, Registered, ABC, kind="drafter"):
         mask_token_id: Token of the slots after the anchor's.
 
     Attributes:
-        sample_from_anchor: True: slot j predicts the token at anchor + j + 1.
+        sample_from_anchor: True: slot j predicts the token at anchor + j + 1. False: it predicts the one at
+            anchor + j, so that the anchor's own slot is unread and a block has K + 1 slots.
         recorded_policy: Config of the tree policy that the drafter was trained with, or None.
         extra: Further fields of the checkpoint that it was loaded from.
     """
@@ -97,7 +99,7 @@ class Drafter(nn.Module, Registered, ABC, kind="drafter"):
     @property
     def is_bound(self) -> bool:
         """Whether the embedding and the output head hold values."""
-        return not self.lm_head.weight.is_meta
+        return not (self.lm_head.weight.is_meta or self.embed_tokens.weight.is_meta)
 
     def bind(self, target: Target) -> None:
         """Shares the target's embedding and output head, without a copy.
@@ -106,24 +108,35 @@ class Drafter(nn.Module, Registered, ABC, kind="drafter"):
             ValueError: When the drafter was made for another target, or the mask token can occur in a text.
         """
         spec, mine = target.spec, self.spec
-        same_sizes = (spec.vocab_size, spec.hidden_size, spec.num_layers) == (
-            mine.vocab_size,
-            mine.hidden_size,
-            mine.num_layers,
-        )
+        same = (spec.vocab_size, spec.hidden_size) == (mine.vocab_size, mine.hidden_size)
+        same &= mine.num_layers in (0, spec.num_layers)
         if mine.fingerprint:
-            same = same_sizes and mine.fingerprint == spec.fingerprint
+            same &= mine.fingerprint == spec.fingerprint
         else:
-            # A checkpoint from elsewhere knows no fingerprint; its own copy of the head tells.
-            same = same_sizes and (not self.is_bound or _close(self.lm_head.weight, target.output_head().weight))
+            # A checkpoint from elsewhere knows no fingerprint; its own copies of the target's tensors tell.
+            same &= _close(self.embed_tokens.weight, target.input_embedding().weight)
+            same &= _close(self.lm_head.weight, self._head_of(target))
         if not same:
             raise ValueError(
-                f"The drafter was made for the target '{mine.name}' ({_sizes(mine)}), not for '{spec.name}' "
-                f"({_sizes(spec)}). Load the target that it was trained with."
+                f"The drafter was made for the target '{mine.name or 'unknown'}' ({_sizes(mine)}), not for "
+                f"'{spec.name}' ({_sizes(spec)}). Load the target that it was trained with."
+            )
+        if max(self.layer_ids) > spec.num_layers - 2:
+            raise ValueError(
+                f"The drafter taps the layers {list(self.layer_ids)}, but the target '{spec.name}' offers 0 to "
+                f"{spec.num_layers - 2}. Load the target that it was trained with."
             )
         check_mask_token(target.tokenizer if target.has_tokenizer else None, self.mask_token_id, spec)
+        if not mine.fingerprint:  # from now on its identity is known, and is kept when it is saved again
+            self.spec = dataclasses.replace(
+                mine, name=spec.name, num_layers=spec.num_layers, fingerprint=spec.fingerprint
+            )
         self.embed_tokens.weight = target.input_embedding().weight
-        self.lm_head.weight = target.output_head().weight
+        self.lm_head.weight = self._head_of(target)
+
+    def _head_of(self, target: Target) -> Tensor:
+        """The rows of the target's output head that this drafter uses: all of them, shared."""
+        return target.output_head().weight
 
     def base_logits(self, hidden: Tensor) -> Tensor:
         """Returns the target's head on slots' states: [..., H] -> [..., V]."""
@@ -170,94 +183,40 @@ class Drafter(nn.Module, Registered, ABC, kind="drafter"):
 
     @classmethod
     def from_pretrained(
-        cls, directory: str | Path, *, target: Target | None = None, dtype: torch.dtype | None = None
+        cls,
+        directory: str | Path,
+        *,
+        revision: str | None = None,
+        target: Target | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Self:
-        """Loads a checkpoint folder in any registered format.
+        """Loads a checkpoint in any registered format: a folder or a hub id.
 
         Args:
-            directory: Folder with a `config.json`.
+            directory: Folder with a `config.json`, or a hub id such as "owner/name".
+            revision: Of a hub id.
             target: If given, the drafter is bound to it, and the file's copy of its tensors is not read.
             dtype: Of the drafter's own tensors; None for the file's.
 
         Raises:
-            FileNotFoundError: When a file is missing.
-            ValueError: For an unknown architecture, a damaged file, tensors that do not fit the config, or another
-                target.
+            FileNotFoundError: When the folder, the hub id or a file is missing.
+            ValueError: For an unknown architecture, a slot layout that cannot be told, a damaged file, tensors that do
+                not fit the config, or another target.
         """
-        folder = Path(directory)
-        path = folder / "config.json"
-        if not path.is_file():
-            raise FileNotFoundError(f"{folder} holds no config.json; expected the folder of a drafter checkpoint.")
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is not valid JSON: {error}.") from error
-        found = (config.get("architectures") or [None])[0] if isinstance(config, dict) else None
-        formats = {name: item for item in CheckpointFormat.available().values() for name in item.architectures}
-        if found not in formats:
-            raise ValueError(
-                f"{path} names the architecture {found!r}, which is no drafter that can be read. "
-                f"Known: {', '.join(sorted(formats))}."
-            )
-        drafter = formats[found]().load(folder, config, target=target, dtype=dtype)
+        drafter = load_drafter(directory, revision, target, dtype)
         if not isinstance(drafter, cls):
-            raise ValueError(f"{folder} holds a {type(drafter).__name__}; expected a {cls.__name__}.")
+            raise ValueError(f"{directory} holds a {type(drafter).__name__}; expected a {cls.__name__}.")
         return drafter
-
-
-class CheckpointFormat(Registered, ABC, kind="format"):
-    """A layout of drafter checkpoints on disk; subclasses register themselves.
-
-    Attributes:
-        architectures: Values of `architectures` in config.json that this format reads.
-    """
-
-    architectures: ClassVar[tuple[str, ...]] = ()
-
-    @abstractmethod
-    def save(
-        self, drafter: Drafter, directory: Path, tree_policy: dict[str, Any] | None, extra: dict[str, Any]
-    ) -> None:
-        """Writes the drafter into a folder."""
-
-    @abstractmethod
-    def load(
-        self, directory: Path, config: dict[str, Any], *, target: Target | None, dtype: torch.dtype | None
-    ) -> Drafter:
-        """Reads a drafter from a folder whose config.json is `config`."""
-
-
-def check_tensors(expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]], where: str) -> None:
-    """Compares the shapes of tensors with the expected ones.
-
-    Raises:
-        ValueError: For missing, unexpected or mis-shaped tensors.
-    """
-    missing = sorted(expected.keys() - found.keys())
-    if missing:
-        raise ValueError(f"Tensors are missing in {where}: {_listed(missing)}.")
-    unexpected = sorted(found.keys() - expected.keys())
-    if unexpected:
-        raise ValueError(f"Unexpected tensors in {where}: {_listed(unexpected)}. Do the settings fit the file?")
-    wrong = [
-        f"{key} has {list(found[key])}, expected {list(shape)}"
-        for key, shape in expected.items()
-        if found[key] != shape
-    ]
-    if wrong:
-        raise ValueError(f"Tensors of another shape in {where}: {_listed(wrong)}. Do the settings fit the file?")
-
-
-def _listed(items: list[str], shown: int = 4) -> str:
-    more = f" and {len(items) - shown} more" if len(items) > shown else ""
-    return "; ".join(items[:shown]) + more
 
 
 def _sizes(spec: TargetSpec) -> str:
     identity = f", fingerprint {spec.fingerprint[:12]}" if spec.fingerprint else ""
-    return f"{spec.num_layers} layers, hidden {spec.hidden_size}, vocabulary {spec.vocab_size}{identity}"
+    layers = f"{spec.num_layers} layers" if spec.num_layers else "unknown number of layers"
+    return f"{layers}, hidden {spec.hidden_size}, vocabulary {spec.vocab_size}{identity}"
 
 
 def _close(mine: Tensor, theirs: Tensor) -> bool:
-    theirs = theirs.to(device=mine.device)
-    return torch.equal(mine.to(torch.bfloat16), theirs.to(torch.bfloat16))
+    """Whether a file's copy of a tensor is the target's; a copy that the file does not hold says nothing."""
+    if mine.is_meta:
+        return True
+    return torch.equal(mine.to(torch.bfloat16), theirs.to(device=mine.device, dtype=torch.bfloat16))

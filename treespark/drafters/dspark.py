@@ -6,7 +6,7 @@ Shapes: R rows, S context positions, A anchors per row, M anchors or requests, K
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from treespark.drafters.markov import build_markov_head
 from treespark.drafters.proposer import DraftProposer
 from treespark.registry import unknown
 from treespark.target.spec import TargetSpec
+
+if TYPE_CHECKING:
+    from treespark.target import Target
 
 _log = logging.getLogger(__name__)
 _INIT_STD = 0.02
@@ -85,6 +88,11 @@ class DSparkDrafter(Drafter):
         intermediate_size: Inner width of the feed-forward blocks; None for the target's.
         num_attention_heads: None for the target's.
         num_key_value_heads: None for the target's.
+        sample_from_anchor: True: slot j predicts the token at anchor + j + 1, and a block has K slots. False: slot j
+            predicts the token at anchor + j, so a block has K + 1 slots and the anchor's own is not read (DFlash as
+            released by its authors).
+        draft_vocab_size: Tokens that can be drafted at all, where these are fewer than the target's; `draft_ids` says
+            which. Such drafters can be loaded and decoded with, not trained.
 
     Raises:
         ValueError: For options that contradict each other or do not fit the target.
@@ -110,10 +118,13 @@ class DSparkDrafter(Drafter):
         block_attention: str = "bidirectional",
         attention: str = "auto",
         compile: bool = False,
+        sample_from_anchor: bool = True,
+        draft_vocab_size: int | None = None,
     ) -> None:
         if target_layer_ids is None:
             target_layer_ids = default_layer_ids(target.num_layers, num_target_layers_tapped)
-        _check_layer_ids(target_layer_ids, target.num_layers)
+        # A checkpoint from elsewhere may not say how many layers its target has (0); `bind` will know.
+        _check_layer_ids(target_layer_ids, target.num_layers or max(target_layer_ids, default=0) + 2)
         if mask_token_id is None:
             mask_token_id = target.mask_token_id
         if mask_token_id is None:
@@ -148,6 +159,8 @@ class DSparkDrafter(Drafter):
                 f"({self.num_key_value_heads})."
             )
         self.markov_rank, self.markov_head = markov_rank, markov_head
+        self.sample_from_anchor, self.draft_vocab_size = sample_from_anchor, draft_vocab_size
+        self.num_slots = block_size if sample_from_anchor else block_size + 1
         self.has_confidence = confidence
         self.confidence_with_markov = confidence and confidence_with_markov
         # A drafter rotates its whole head, also where the target rotates a part.
@@ -165,6 +178,11 @@ class DSparkDrafter(Drafter):
         self.markov = build_markov_head(markov_head, target.vocab_size, markov_rank, hidden)
         rank = markov_rank if confidence_with_markov else 0
         self.confidence_head = ConfidenceHead(hidden, rank) if confidence else None
+        self.draft_ids: Tensor | None
+        if draft_vocab_size is None:
+            self.draft_ids = None
+        else:
+            self._reduce_vocabulary(draft_vocab_size)
         self._reset_parameters()
         if compile:
             for layer in self._layer_list():
@@ -178,6 +196,27 @@ class DSparkDrafter(Drafter):
                     nn.init.zeros_(module.bias)
         if self.markov is not None:
             self.markov.reset_parameters(_INIT_STD)
+
+    def _reduce_vocabulary(self, size: int) -> None:
+        """Output head and W2 get rows for `size` tokens only; W1 keeps all, since any token can be a parent."""
+        if not 1 <= size < self.spec.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size must be from 1 to {self.spec.vocab_size - 1}, below the target's vocabulary, got "
+                f"{size}; leave it out where all tokens can be drafted."
+            )
+        self.register_buffer("draft_ids", torch.arange(size))
+        self.lm_head = nn.Linear(self.spec.hidden_size, size, bias=False, device="meta").requires_grad_(False)
+        if self.markov is not None:
+            self.markov.markov_w2 = nn.Linear(self.markov_rank, size, bias=False)
+
+    def _head_of(self, target: Target) -> Tensor:
+        """The target's output head; of a reduced vocabulary, the rows that the file holds, or else the target's."""
+        if self.draft_ids is None:
+            return super()._head_of(target)
+        if not self.lm_head.weight.is_meta:
+            return self.lm_head.weight
+        rows = target.output_head().weight.detach()[self.draft_ids.to(target.device)]
+        return nn.Parameter(rows, requires_grad=False)
 
     def config(self) -> dict[str, Any]:
         """Returns the class and its resolved options, without the target."""
@@ -197,6 +236,8 @@ class DSparkDrafter(Drafter):
                 "num_attention_heads": self.num_attention_heads,
                 "num_key_value_heads": self.num_key_value_heads,
                 "block_attention": self.block_attention,
+                "sample_from_anchor": self.sample_from_anchor,
+                "draft_vocab_size": self.draft_vocab_size,
             },
         }
 
@@ -220,7 +261,7 @@ class DSparkDrafter(Drafter):
     ) -> Tensor:
         """Runs the slots of all anchors in one pass: states [R, A, K, H] after the final norm."""
         rows, anchors = anchor_tokens.shape
-        size = self.block_size
+        size = self.num_slots
         tokens = anchor_tokens.new_full((rows, anchors, size), self.mask_token_id)
         tokens[:, :, 0] = anchor_tokens
         offsets = torch.arange(size, device=anchor_positions.device)
@@ -231,11 +272,12 @@ class DSparkDrafter(Drafter):
         for i, layer in enumerate(self._layer_list()):
             x = layer(x, rotary, context.layer(i), mask)
         states: Tensor = self.norm(x)
-        return states.view(rows, anchors, size, -1)
+        return states.view(rows, anchors, size, -1)[:, :, -self.block_size :]  # depth d: slot d-1, or slot d
 
     def propose(self, hidden: Tensor, root_tokens: Tensor) -> DraftProposer:
         """Returns the distributions of M anchors from their slots' states [M, K, H]."""
-        return DraftProposer(hidden, root_tokens, self.base_logits, self.markov, self.confidence_head)
+        heads = (self.base_logits, self.markov, self.confidence_head)
+        return DraftProposer(hidden, root_tokens, *heads, self.draft_ids, self.spec.vocab_size)
 
     def _layer_list(self) -> list[DraftLayer]:
         return list(self.layers)  # type: ignore[arg-type]
@@ -258,4 +300,4 @@ class DSparkDrafter(Drafter):
         groups = self.num_attention_heads // self.num_key_value_heads
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
         runs = self.attention == "auto" and flex_runs(x.device.type, dtype, self.head_dim, groups)
-        return SlotMask(context_mask, self.block_size, causal, groups, self.attention, runs)
+        return SlotMask(context_mask, self.num_slots, causal, groups, self.attention, runs)

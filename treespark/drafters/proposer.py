@@ -28,6 +28,9 @@ class DraftProposer:
         head: Maps hidden states to the base logits (the target's own output head).
         markov: The Markov head, or None.
         confidence: The confidence head, or None.
+        draft_ids: [V_draft] the tokens that `head` and `markov` have logits for, ascending, where these are not all of
+            the vocabulary; the others can never be drafted (logit -inf).
+        vocab_size: V, needed with `draft_ids`.
     """
 
     def __init__(
@@ -37,8 +40,11 @@ class DraftProposer:
         head: Callable[[Tensor], Tensor],
         markov: MarkovHead | None = None,
         confidence: ConfidenceHead | None = None,
+        draft_ids: Tensor | None = None,
+        vocab_size: int = 0,
     ) -> None:
         self.hidden, self.root_tokens = hidden, root_tokens
+        self._draft_ids, self._vocab_size = draft_ids, vocab_size
         self._head, self._markov, self._confidence = head, markov, confidence
 
     @property
@@ -49,7 +55,7 @@ class DraftProposer:
     @property
     def vocab_size(self) -> int:
         """Number of tokens V."""
-        return self.base_logits.shape[-1]
+        return self.base_logits.shape[-1] if self._draft_ids is None else self._vocab_size
 
     @property
     def has_confidence(self) -> bool:
@@ -59,7 +65,23 @@ class DraftProposer:
     @cached_property
     def base_logits(self) -> Tensor:
         """Logits U_d [M, K, V], shared by every parent of a depth (arXiv 2610.20175 §3.1)."""
+        return self._head(self.hidden) if self._draft_ids is None else self._widen(self._own_logits)
+
+    @property
+    def _own_logits(self) -> Tensor:
+        """U_d of the tokens that can be drafted: [M, K, V_draft]."""
+        return self.base_logits if self._draft_ids is None else self._reduced_logits
+
+    @cached_property
+    def _reduced_logits(self) -> Tensor:
         return self._head(self.hidden)
+
+    def _widen(self, logits: Tensor) -> Tensor:
+        """Puts logits [..., V_draft] at their tokens' places in [..., V]."""
+        if self._draft_ids is None:
+            return logits
+        full = logits.new_full((*logits.shape[:-1], self._vocab_size), -torch.inf)
+        return full.index_copy(-1, self._draft_ids, logits)
 
     @cached_property
     def _hidden_confidence(self) -> Tensor:
@@ -87,11 +109,11 @@ class DraftProposer:
             parents: [M, P] token ids.
             carry: [M, P, c] states that the parents inherited.
         """
-        base = self._at(self.base_logits, depth)
         if self._markov is None:
-            return base.expand(-1, parents.shape[1], -1), carry
+            return self._at(self.base_logits, depth).expand(-1, parents.shape[1], -1), carry
+        base = self._at(self._own_logits, depth)
         latents, inherited = self._markov.step(parents, carry, self._at(self.hidden, depth))
-        return base + self._markov.bias(latents), inherited
+        return self._widen(base + self._markov.bias(latents)), inherited
 
     def expand(self, depth: int | Tensor, parents: Tensor, carry: Tensor, k: int) -> Expansion:
         """Proposes the k best children of each parent, with their log-probabilities given the path.
@@ -122,7 +144,7 @@ class DraftProposer:
         """
         if self._markov is None:
             return self.base_logits
-        return self.base_logits + self._markov.bias(self._markov.path(tokens, self.hidden))
+        return self._widen(self._own_logits + self._markov.bias(self._markov.path(tokens, self.hidden)))
 
     def confidence_logits(self, parents: Tensor, detach: bool = False) -> Tensor:
         """Returns the logits [M, K] of the one-step acceptance probability along a path.

@@ -156,6 +156,24 @@ class Target(nn.Module):
         with self._own_precision():
             return apply_head(final.to(weight.dtype), weight)
 
+    def layer_state(self, layer_id: int) -> dict[str, Tensor]:
+        """Returns the tensors of a decoder layer, by their names inside the layer.
+
+        Raises:
+            ValueError: When there is no such layer.
+        """
+        if not 0 <= layer_id < self.spec.num_layers:
+            raise ValueError(
+                f"The target '{self.spec.name}' has layers 0 to {self.spec.num_layers - 1}, not {layer_id}."
+            )
+        state: dict[str, Tensor] = self._layers[0][layer_id].state_dict()
+        return state
+
+    def final_norm(self) -> Tensor:
+        """Returns the weight [H] of the norm before the output head."""
+        weight: Tensor = self._decoder_call[0].norm.weight
+        return weight
+
     @torch.no_grad()
     def features(
         self,
