@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("treespark", "torch", "lightning", "transformers", "torchmetrics", "safetensors", "numpy")
+_PACKAGES = ("treespark", "torch", "lightning", "transformers", "tokenizers", "torchmetrics", "safetensors", "numpy")
 
 
 def environment() -> dict[str, Any]:
@@ -22,13 +22,22 @@ def environment() -> dict[str, Any]:
 
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
-        "versions": {name: _version(name) for name in _PACKAGES} | {"python": platform.python_version()},
+        "versions": versions(),
         "git": {"treespark": _revision(Path(__file__).parent, Path(__file__)), "working_folder": _revision(Path.cwd())},
         "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
         "accelerators": devices,
     }
+
+
+def versions() -> dict[str, str | None]:
+    """Returns the versions of Python and of the packages that decide the numbers; None for a bare checkout's."""
+    import torch
+
+    # torch knows its build (+cpu, +cu130), which the package's metadata may leave out.
+    exact = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    return {name: _version(name) for name in _PACKAGES} | exact
 
 
 def _version(package: str) -> str | None:

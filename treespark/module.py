@@ -320,7 +320,7 @@ class DraftingModule(LightningModule):
         return self._provenance
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuses a checkpoint of another target.
+        """Refuses a checkpoint of another target, and lets changed optimiser options apply after a resume.
 
         Raises:
             ValueError: When the recorded identity is not this target's.
@@ -331,3 +331,11 @@ class DraftingModule(LightningModule):
                 f"The checkpoint was trained for another target (identity {str(recorded)[:12]}, here "
                 f"{self.target.spec.fingerprint[:12]} of '{self.target_name}'). Give the target it was trained for."
             )
+        # The configuration is the truth, also after a resume: the saved optimiser follows a changed option. Where
+        # nothing changed, the factor is exactly 1 and the resume stays bitwise.
+        for state in checkpoint.get("lr_schedulers", []):
+            state["base_lrs"] = [self.learning_rate] * len(state["base_lrs"])
+        for state in checkpoint.get("optimizer_states", []):
+            for group in state["param_groups"]:
+                group["lr"] *= self.learning_rate / group["initial_lr"]
+                group |= {"initial_lr": self.learning_rate, "weight_decay": self.weight_decay, "betas": self.betas}
