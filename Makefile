@@ -29,7 +29,7 @@ target: env
 demo: target
 	test runs/demo/drafter/config.json -nt recipes/demo.yaml || $(BIN)/treespark fit --config recipes/demo.yaml
 	$(BIN)/treespark bench --drafter runs/demo/drafter --suites recipes/data/test.jsonl \
-		--modes plain,chain,tree --output runs/demo/results.json
+		--modes plain,chain,tree --num_prompts 10 --max_new_tokens 64 --output runs/demo/results.json
 
 # One thread per worker: the tests' tensors are tiny, and two busy workers fill two cores.
 test: env

@@ -10,7 +10,7 @@ import torch
 from tests.tiny import tiny_model, tiny_target
 from tests.tiny_text import tiny_tokenizer
 from treespark.target import Target, check_mask_token, default_mask_token
-from treespark.target.head import apply_head
+from treespark.target.linear import FewRowsLinear, apply_head, speed_up_few_rows
 
 
 def test_spec_takes_the_models_sizes() -> None:
@@ -98,3 +98,19 @@ def test_head_for_few_rows_equals_the_plain_one(rows: int) -> None:
     logits = apply_head(states, weight)
     assert torch.allclose(logits, states @ weight.t(), atol=1e-12)
     assert logits.shape == (1, rows, 40000) and logits.is_contiguous()
+
+
+def test_few_rows_linear_replaces_plain_layers_only() -> None:
+    """A layer with a bias and a subclass stay; a replaced one gives the same values for few and for many rows."""
+
+    class Own(torch.nn.Linear):
+        pass
+
+    plain, biased, own = torch.nn.Linear(512, 256, bias=False), torch.nn.Linear(4, 4), Own(4, 4, bias=False)
+    states = [torch.randn(1, rows, 512) for rows in (1, 4, 9)]
+    expected = [plain(item) for item in states]
+    speed_up_few_rows(torch.nn.ModuleList([plain, biased, own]))
+    assert type(plain) is FewRowsLinear and type(biased) is torch.nn.Linear and type(own) is Own
+    with torch.no_grad():
+        for item, wanted in zip(states, expected, strict=True):
+            torch.testing.assert_close(plain(item), wanted, rtol=1e-5, atol=1e-5)

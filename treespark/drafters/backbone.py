@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from treespark.drafters.attention import KeysValues, SlotMask, attend
+from treespark.target.linear import FewRowsLinear
 
 # Types whose frequencies are fixed; others change with the length of the text.
 _FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -100,10 +101,10 @@ class DraftAttention(nn.Module):
     def __init__(self, hidden_size: int, heads: int, kv_heads: int, head_dim: int, eps: float) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.q_proj = nn.Linear(hidden_size, heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=False)
+        self.q_proj = FewRowsLinear(hidden_size, heads * head_dim, bias=False)
+        self.k_proj = FewRowsLinear(hidden_size, kv_heads * head_dim, bias=False)
+        self.v_proj = FewRowsLinear(hidden_size, kv_heads * head_dim, bias=False)
+        self.o_proj = FewRowsLinear(heads * head_dim, hidden_size, bias=False)
         self.q_norm = RMSNorm(head_dim, eps)
         self.k_norm = RMSNorm(head_dim, eps)
 
@@ -131,9 +132,9 @@ class DraftMLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_proj = FewRowsLinear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = FewRowsLinear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = FewRowsLinear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [..., H] to [..., H]."""

@@ -18,7 +18,7 @@ from treespark.drafters.attention import DraftContext
 from treespark.drafters.formats import CheckpointFormat, check_tensors, load_drafter
 from treespark.drafters.proposer import DraftProposer
 from treespark.registry import Registered
-from treespark.target.head import apply_head
+from treespark.target.linear import apply_head
 from treespark.target.spec import TargetSpec, check_mask_token
 
 if TYPE_CHECKING:

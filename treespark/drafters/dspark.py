@@ -18,6 +18,7 @@ from treespark.drafters.confidence import ConfidenceHead
 from treespark.drafters.markov import build_markov_head
 from treespark.drafters.proposer import DraftProposer
 from treespark.registry import unknown
+from treespark.target.linear import FewRowsLinear
 from treespark.target.spec import TargetSpec
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ class DSparkDrafter(Drafter):
         self._rotary = Rotary(self.rope_parameters, self.head_dim, target.max_position_embeddings)
 
         hidden, eps = target.hidden_size, target.rms_norm_eps
-        self.fc = nn.Linear(len(self.layer_ids) * hidden, hidden, bias=False)
+        self.fc = FewRowsLinear(len(self.layer_ids) * hidden, hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden, eps)
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         self.layers = nn.ModuleList(

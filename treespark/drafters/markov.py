@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from treespark.registry import unknown
 from treespark.selection import at_least_float32
+from treespark.target.linear import apply_head
 
 
 class MarkovHead(nn.Module, ABC):
@@ -68,7 +69,7 @@ class MarkovHead(nn.Module, ABC):
 
     def bias(self, latents: Tensor) -> Tensor:
         """Returns the corrections [..., V] of latents [..., r]."""
-        return F.linear(latents.to(self.markov_w2.weight.dtype), self.markov_w2.weight)
+        return apply_head(latents.to(self.markov_w2.weight.dtype), self.markov_w2.weight)
 
     def reset_parameters(self, std: float) -> None:
         """Starts at the uncorrected head: W1 random, W2 zero (then W2 has a gradient, and W1 after one step)."""

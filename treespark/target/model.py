@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from treespark.target import loading
-from treespark.target.head import apply_head
+from treespark.target.linear import apply_head, speed_up_few_rows
 from treespark.target.spec import TargetSpec, default_mask_token, end_tokens, fingerprint, rope_parameters
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class Target(nn.Module):
         # `transformers` leaves many of its methods untyped.
         untyped: Any = model
         self.model: Any = untyped.eval().requires_grad_(False)
+        speed_up_few_rows(self.model)
         self._tokenizer = tokenizer
         decoder = untyped.get_decoder()
         layers = getattr(decoder, "layers", None)
