@@ -31,7 +31,7 @@ def test_name_of_another_module_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("Budgetd", "Unknown policy 'Budgetd'. Did you mean: Budgeted? Available: Budgeted, Chain"),
+        ("Budgetd", "Unknown policy 'Budgetd'. Did you mean: Budgeted? Available: BestFirst, Budgeted, Chain"),
         ("budgeted", "Did you mean: Budgeted?"),
         ("Zebra", "Unknown policy 'Zebra'. Available: "),
         ("nowhere.Policy", "The policy 'nowhere.Policy' cannot be imported"),
