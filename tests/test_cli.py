@@ -116,7 +116,7 @@ def test_list_shows_one_line_a_class(capsys: pytest.CaptureFixture[str]) -> None
     """Name and the first line of the docstring."""
     assert dispatch(["list", "policies"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["Budgeted", "Chain"]
+    assert [line.split()[0] for line in lines] == ["BestFirst", "Budgeted", "Chain", "DDTree"]
     assert all(len(line.split()) > 3 for line in lines)
 
 
@@ -140,7 +140,7 @@ WRONG = [  # words of a call, what the line must say
     (["fit", "-c", "recipe.yaml", "--model.policy", "Budgetd"], "model.policy: Unknown policy 'Budgetd'. Did you mean"),
     (
         ["fit", "-c", "recipe.yaml", "--model.policy", "Survival"],
-        "Unknown policy 'Survival'. Available: Budgeted, Chain",
+        "Unknown policy 'Survival'. Available: BestFirst, Budgeted, Chain, DDTree",
     ),
     (["fit", "-c", "recipe.yaml", "--model.policy.kk", "2"], "model.policy: Unknown option 'kk'. Did you mean: k?"),
     (["fit", "-c", "recipe.yaml", "--model.policy.k", "x"], "model.policy: k: Expected a <class 'int'>. Got value: x"),

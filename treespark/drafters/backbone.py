@@ -100,6 +100,7 @@ class DraftAttention(nn.Module):
 
     def __init__(self, hidden_size: int, heads: int, kv_heads: int, head_dim: int, eps: float) -> None:
         super().__init__()
+        self.attend = attend
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.q_proj = FewRowsLinear(hidden_size, heads * head_dim, bias=False)
         self.k_proj = FewRowsLinear(hidden_size, kv_heads * head_dim, bias=False)
@@ -121,7 +122,7 @@ class DraftAttention(nn.Module):
         queries = rotate(queries, rotary)
         keys, values = self.keys_values(x, rotary)
         past = context[0].to(keys.dtype), context[1].to(values.dtype)
-        out = attend(queries, past, (keys, values), mask)
+        out = self.attend(queries, past, (keys, values), mask)
         out = out.transpose(1, 2).reshape(rows, length, self.heads * self.head_dim)
         projected: Tensor = self.o_proj(out)
         return projected

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _INIT_STD = 0.02
+_INIT_NORM = 0.25
 BLOCK_ATTENTION = ("bidirectional", "causal")
 
 
@@ -187,6 +188,8 @@ class DSparkDrafter(Drafter):
         self._reset_parameters()
         if compile:
             for layer in self._layer_list():
+                # Chunks of anchors differ from batch to batch: attention stays out of the compiled part.
+                layer.self_attn.attend = torch.compiler.disable(layer.self_attn.attend)  # type: ignore[no-untyped-call]
                 layer.compile()
 
     def _reset_parameters(self) -> None:
@@ -195,6 +198,9 @@ class DSparkDrafter(Drafter):
                 nn.init.normal_(module.weight, std=_INIT_STD)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        # A slot begins as its token's embedding, and under a tied head that predicts the token itself with certainty:
+        # a small final norm starts near a flat distribution instead.
+        nn.init.constant_(self.norm.weight, _INIT_NORM)
         if self.markov is not None:
             self.markov.reset_parameters(_INIT_STD)
 
