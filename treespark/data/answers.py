@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from treespark.data.prompts import hash_files
+from treespark.environment import versions
 
 
 class AnswerStore:
@@ -121,7 +121,7 @@ class AnswerStore:
             **record,
             "identity": self.identity,
             "output_sha256": hash_files([temporary]),
-            "versions": _versions(),
+            "versions": versions(),
             "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
         temporary_meta = self.meta.with_name(self.meta.name + ".tmp")
@@ -159,16 +159,3 @@ def _lock(stream: Any, path: Path) -> None:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         raise ValueError(f"{path} is being written by another process. Wait for it, or use another output.") from None
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    names = ("treespark", "torch", "transformers", "tokenizers")
-    found = {"python": platform.python_version()}
-    for name in names:
-        try:
-            found[name] = version(name)
-        except ImportError:  # PackageNotFoundError: a bare checkout is not installed
-            continue
-    return found
