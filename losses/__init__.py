@@ -8,6 +8,17 @@ from treespark.losses.confidence import Confidence
 from treespark.losses.coverage import Coverage
 from treespark.losses.cross_entropy import CrossEntropy
 from treespark.losses.l1 import L1
+from treespark.losses.retention import Retention
 from treespark.losses.survival import Survival
 
-__all__ = ["L1", "Confidence", "Coverage", "CrossEntropy", "DepthWeighted", "LossTerm", "Survival", "WeightedSum"]
+__all__ = [
+    "L1",
+    "Confidence",
+    "Coverage",
+    "CrossEntropy",
+    "DepthWeighted",
+    "LossTerm",
+    "Retention",
+    "Survival",
+    "WeightedSum",
+]

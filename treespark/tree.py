@@ -169,3 +169,10 @@ class PackedTree:
             mask = mask | mask.gather(1, above.unsqueeze(-1).expand(-1, -1, width))
             above = above.gather(1, above)
         return mask
+
+    def on_path(self, tokens: Tensor) -> Tensor:
+        """Returns [M, N+1] bool: the root, and nodes whose path carries the tokens [M, K] of depths 1, 2, …."""
+        wanted = tokens.gather(1, (self.depths - 1).clamp(min=0))
+        agrees = self.exists & (self.tokens == wanted)
+        agrees[:, 0] = True
+        return self.exists & (agrees.unsqueeze(1) | ~self.ancestor_mask()).all(2)

@@ -38,8 +38,8 @@ def part(blocks: DraftBlocks, rows: slice) -> DraftBlocks:
 
 @every_loss
 def test_gradient_is_the_value_s_derivative(loss: Callable[[], LossTerm]) -> None:
-    """Gradcheck in float64. What is detached by definition is held fixed: the parents' admission boundaries, and for
-    a loss that needs confidence the overlap, by differentiating the confidence logits alone.
+    """Gradcheck in float64. What is detached by definition is held fixed: the packed tree with its scores, the parents'
+    admission boundaries, and for a loss that needs confidence the overlap, by differentiating the confidence logits.
     """
     term = loss()
     blocks = random_blocks(POLICY, 3)
@@ -50,9 +50,10 @@ def test_gradient_is_the_value_s_derivative(loss: Callable[[], LossTerm]) -> Non
     def value(table: Tensor, confidence: Tensor) -> Tensor:
         moved = TableProposer(table, proposer.root_tokens, confidence)
         other = DraftBlocks(blocks.labels, moved, blocks._target_hidden, lambda hidden: hidden, POLICY)
+        calls = other.replay.expanded
         if isinstance(term, Coverage) and term.detach_boundary:  # reads nothing of the children but the boundary
-            calls = [call._replace(child_log_probs=c) for call, c in zip(other.replay.expanded, fixed, strict=True)]
-            other.__dict__["replay"] = replace(other.replay, expanded=calls)
+            calls = [call._replace(child_log_probs=c) for call, c in zip(calls, fixed, strict=True)]
+        other.__dict__["replay"] = replace(other.replay, packed=blocks.replay.packed, expanded=calls)
         return term(other).sum
 
     table, confidence = proposer.table, proposer.confidence

@@ -9,7 +9,7 @@ import torch
 
 from tests.tables import TableProposer, random_blocks
 from treespark.blocks import DraftBlocks, Labels
-from treespark.losses import L1, Confidence, Coverage, CrossEntropy, LossTerm, Survival
+from treespark.losses import L1, Confidence, Coverage, CrossEntropy, LossTerm, Retention, Survival
 from treespark.policies import Budgeted, TreePolicy
 
 
@@ -215,3 +215,68 @@ def test_options_out_of_range(build, words: str) -> None:  # type: ignore[no-unt
     """Each impossible option is an error that says what is needed."""
     with pytest.raises(ValueError, match=words):
         build()
+
+
+def test_retention() -> None:
+    """A chain of token 0 (p = 0.8) is packed, cut at 2·log 0.8; the reference is 0, 1.
+
+    Depth 1: s = log 0.8, gap 0.5 + 2·log 0.8 - log 0.8 = 0.5 + log 0.8 > 0. Depth 2, whose parent is packed:
+    s = log 0.8 + log 0.2, gap 0.5 + log 0.8 - log 0.2. Two depths count.
+    """
+    blocks = two_token_blocks(Budgeted(1, 2), 0.8, 0.6)
+    blocks.labels.tokens[0, 1] = 1
+    found = Retention(margin=0.5, cap=3.0)(blocks)
+    assert found.sum.item() == pytest.approx(0.5 + math.log(0.8) + 0.5 + math.log(0.8) - math.log(0.2))
+    assert found.weight.item() == 2
+    assert [float(item) for item in found.diagnostics["active"]] == [2, 2]
+    assert Retention(margin=0.5, cap=1.0)(blocks).sum.item() == pytest.approx(0.5 + math.log(0.8) + 1.0)
+
+
+def test_retention_stops_after_the_first_lost_token() -> None:
+    """The reference begins with 1, which is not packed: depth 1 counts, depth 2 has a parent that is never verified."""
+    blocks = two_token_blocks(Budgeted(1, 2), 0.8, 0.6)
+    blocks.labels.tokens[0, 0] = 1
+    found = Retention(margin=0.5, cap=9.0)(blocks)
+    assert found.sum.item() == pytest.approx(0.5 + 2 * math.log(0.8) - math.log(0.2))
+    assert found.weight.item() == 1
+
+
+def test_retention_needs_a_full_tree() -> None:
+    """Two children and their four hold 6 candidates; a budget of 7 is never full, so there is no cut."""
+    policy = Budgeted(2, 6)
+    blocks = two_token_blocks(policy, 0.8, 0.6)
+    assert Retention()(blocks).weight.item() == 2
+    policy.num_draft_nodes = 7
+    found = Retention()(two_token_blocks(policy, 0.8, 0.6))
+    assert found.sum.item() == found.weight.item() == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_retention_is_its_formula(seed: int) -> None:
+    """Against plain loops over anchors and depths, with membership found by walking the packed tree from the root."""
+    policy = Budgeted(2, 6)
+    blocks = random_blocks(policy, seed)
+    packed, labels = blocks.replay.packed, blocks.labels
+    total, count = 0.0, 0
+    for anchor in range(len(labels)):
+        nodes = int(packed.num_nodes[anchor])
+        if nodes < 6:
+            continue
+        cut = min(float(packed.scores[anchor, node]) for node in range(1, nodes + 1))
+        node, score = 0, 0.0
+        for depth in range(labels.tokens.shape[1]):
+            if not labels.valid[anchor, depth] or node is None:
+                break
+            token = int(labels.tokens[anchor, depth])
+            score += float(blocks.label_log_probs[anchor, depth])
+            total += min(3.0, max(0.0, 0.5 + cut - score))
+            count += 1
+            children = [
+                child
+                for child in range(1, nodes + 1)
+                if int(packed.parents[anchor, child]) == node and int(packed.tokens[anchor, child]) == token
+            ]
+            node = children[0] if children else None
+    found = Retention(margin=0.5, cap=3.0)(blocks)
+    assert found.sum.item() == pytest.approx(total)
+    assert found.weight.item() == count

@@ -25,14 +25,6 @@ def sum_by_depth(values: Tensor, depths: Tensor, keep: Tensor, valid: Tensor) ->
     return (table[:, 1:] * valid).sum(0)
 
 
-def on_argmax_path(packed: PackedTree, argmax: Tensor) -> Tensor:
-    """Returns [M, N+1] bool: the root, and nodes whose path carries argmax q_1, argmax q_2, … from [M, K]."""
-    wanted = argmax.gather(1, (packed.depths - 1).clamp(min=0))
-    agrees = packed.exists & (packed.tokens == wanted)
-    agrees[:, 0] = True
-    return packed.exists & (agrees.unsqueeze(1) | ~packed.ancestor_mask()).all(2)
-
-
 class _ByDepth(Ratio):
     """A mean over the valid anchors of each depth."""
 
@@ -80,7 +72,7 @@ class ArgmaxSurvival(_ByDepth):
 
     def update(self, packed: PackedTree, argmax: Tensor, valid: Tensor) -> None:
         """Adds anchors: packed trees, the target's argmax [M, K] on the reference path, valid [M, K]."""
-        held = on_argmax_path(packed, argmax)
+        held = packed.on_path(argmax)
         self.add(sum_by_depth(held, packed.depths, held, valid), valid.sum(0))
 
 
@@ -159,7 +151,7 @@ class TargetRank(_ByDepth):
 
     def update(self, packed: PackedTree, argmax: Tensor, valid: Tensor) -> None:
         """Adds anchors: packed trees, the target's argmax [M, K] on the reference path, valid [M, K]."""
-        held = on_argmax_path(packed, argmax)
+        held = packed.on_path(argmax)
         siblings = (packed.parents.unsqueeze(2) == packed.parents.unsqueeze(1)) & packed.exists.unsqueeze(1)
         siblings[:, :, 0] = False  # the root is nobody's sibling
         better = siblings & (packed.log_probs.unsqueeze(1) > packed.log_probs.unsqueeze(2))
