@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from treespark.data.answers import AnswerStore
-from treespark.data.mixture import SourceSpec, open_source
+from treespark.data.mixture import open_source
 from treespark.data.prompts import DataError, OnError, Problems, PromptRecord
 from treespark.data.template import ChatEncoder
 
@@ -62,7 +62,7 @@ class _Prompt:
 
 def generate(
     target: str,
-    prompts: SourceSpec,
+    prompts: str | list[Any] | dict[str, Any],
     output: str,
     max_new_tokens: int = 256,
     batch_size: int = 8,

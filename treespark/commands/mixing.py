@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treespark.data.mixture import Mixture, SourceSpec, open_source
+from treespark.data.mixture import Mixture, open_source
 from treespark.data.prompts import OnError, Problems, PromptRecord, hash_files
 from treespark.data.sources import PromptSource, Source
 
@@ -39,7 +39,7 @@ class MixSummary:
 
 
 def mix(
-    sources: SourceSpec,
+    sources: str | list[Any] | dict[str, Any],
     output: str,
     suites: str | list[str] | None = None,
     num_prompts: int | None = None,
@@ -73,11 +73,12 @@ def mix(
         FileNotFoundError: For a file that does not exist.
         ValueError: For a source that cannot be read or is too small for its share, and options out of range.
     """
+    from treespark.bench.arms import split_names
     from treespark.data.answers import AnswerStore
     from treespark.data.overlap import Duplicates, read_suite, write_removals
 
     source = _with_draw(open_source(sources), num_prompts, seed)
-    paths = suites.split(",") if isinstance(suites, str) else list(suites or [])
+    paths = split_names(suites or [])
     texts = [text for path in paths for text in read_suite(path)]
     duplicates = Duplicates(texts, ngram, suite_overlap, near)
     problems = Problems(on_error)

@@ -151,9 +151,9 @@ class Mixture(PromptSource):
 
     def _check_enough(self, pools: list[list[PromptRecord]], counts: list[int]) -> None:
         total = sum(counts)
-        short = [i for i, (pool, count) in enumerate(zip(pools, counts, strict=True)) if len(pool) < count]
-        if short or not total:
-            i = short[0] if short else min(range(len(pools)), key=lambda i: len(pools[i]))
+        short = [i for i, (pool, count) in enumerate(zip(pools, counts, strict=True)) if len(pool) < max(count, 1)]
+        if short:
+            i = short[0]
             share = self.sources[i].weight / sum(source.weight for source in self.sources)
             raise ValueError(
                 f"{self.sources[i].label}: {len(pools[i])} usable prompts, but its share of {share:.2%} of {total} "
@@ -205,7 +205,8 @@ def largest_shares(weights: Sequence[float], available: Sequence[int]) -> list[i
     >>> largest_shares([3, 1], [100, 20])
     [60, 20]
     """
-    total = int(min(count * sum(weights) / weight for count, weight in zip(available, weights, strict=True))) + 1
+    # Rounding takes less than one prompt more or less than the exact share.
+    total = int(min((count + 1) * sum(weights) / weight for count, weight in zip(available, weights, strict=True)))
     while total and any(n > m for n, m in zip(shares(weights, total), available, strict=True)):
         total -= 1
     return shares(weights, total)
