@@ -47,7 +47,7 @@ def mix(*words: str) -> int:
 
 
 def test_a_mixture_without_what_the_suites_hold(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """36 prompts at 3 : 1 are 27 of the 28 usable ones of math, and 9 of code; both left out are listed with reasons."""
+    """36 prompts at 3 : 1 are 27 of the 28 usable ones of math, and 9 of code; what is left out is listed."""
     assert mix("--output", "out.jsonl", "--num_prompts", "36") == 0
     lines = read("out.jsonl")
     assert sum(line.get("category") == "math" for line in lines) == 27 and len(lines) == 36
@@ -103,9 +103,7 @@ def test_the_same_call_gives_the_same_file_and_other_options_are_an_error(
     assert "usable prompts, but its share of 75.00% of 200 needs 150" in capsys.readouterr().err
 
 
-def test_a_prompt_file_of_2000_lines_with_20_broken_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_prompt_file_of_2000_lines_with_20_broken_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`generate` through the real command: skip answers 1,980, names each of the 20 with its reason and exits with 0;
     stop exits with 1 at the first of them and writes nothing."""
     target = save_tiny_target(tmp_path / "target")

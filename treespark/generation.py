@@ -7,7 +7,6 @@ after any interruption redoes the batch that was cut off and nothing else, and t
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ import torch
 from treespark.data.answers import AnswerStore
 from treespark.data.mixture import open_source
 from treespark.data.prompts import DataError, OnError, Problems, PromptRecord
-from treespark.data.template import ChatEncoder
+from treespark.data.template import ChatEncoder, template_sha256
 
 if TYPE_CHECKING:
     from treespark.target import Target
@@ -118,7 +117,7 @@ def generate(
     identity = {
         "format": _FORMAT,
         "fingerprint": loaded.spec.fingerprint,
-        "chat_template": hashlib.sha256(str(loaded.tokenizer.chat_template).encode()).hexdigest(),
+        "chat_template": template_sha256(loaded.tokenizer),
         "chat_template_kwargs": dict(chat_template_kwargs or {}),
         "prompts_sha256": source.sha256,
         "max_new_tokens": max_new_tokens,

@@ -94,7 +94,9 @@ def test_operators_and_signs_without_spaces_count() -> None:
     found = Duplicates(near=0.8)
     assert found.is_new(record("what is 3 + 4")) and found.is_new(record("what is 3 - 4"))
     assert not found.is_new(record("What  is 3 + 4"))
-    assert found.is_new(record("我发现我使用设置只能设置或者读取一次")) and len(found.grams("我发现我使用设置只能")) == 3
+    assert (
+        found.is_new(record("我发现我使用设置只能设置或者读取一次")) and len(found.grams("我发现我使用设置只能")) == 3
+    )
     assert not found.is_new(record("我发现我使用设置只能设置或者读取一次!"))
     assert [removal.reason for removal in found.removals] == ["exact", "near"]
 

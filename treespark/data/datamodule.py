@@ -12,7 +12,7 @@ from treespark.data.mixture import SourceSpec, hash_sources, open_source
 from treespark.data.prompts import OnError, Problems
 from treespark.data.samples import Sample, load_samples
 from treespark.data.sources import PromptSource
-from treespark.data.template import ChatEncoder
+from treespark.data.template import ChatEncoder, template_sha256
 
 ROLES = ("train", "val", "test")
 
@@ -94,6 +94,11 @@ class DraftingData(LightningDataModule):
 
             self._encoder = ChatEncoder(load_tokenizer(self.target), self.chat_template_kwargs)
         return self._encoder
+
+    @property
+    def chat_template_sha256(self) -> str:
+        """Hash of the target's chat template."""
+        return template_sha256(self.encoder.tokenizer)
 
     @property
     def data_hash(self) -> str:

@@ -254,7 +254,9 @@ class Duplicates:
 
     def _word(self, word: str) -> int:
         if (value := self._words.get(word)) is None:
-            value = int.from_bytes(hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+            value = int.from_bytes(
+                hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big"
+            )
             self._words[word] = value
         return value
 

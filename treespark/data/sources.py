@@ -130,7 +130,8 @@ class Source(PromptSource):
             "hub": (),
         }[self.kind]
         if given := [option for option in no_meaning if getattr(self, option)]:
-            raise ValueError(f"{dataset}: {' and '.join(given)} mean nothing for a local {_WORDS[self.kind]}. Drop them.")
+            words = _WORDS[self.kind]
+            raise ValueError(f"{dataset}: {' and '.join(given)} mean nothing for a local {words}. Drop them.")
         self.label = dataset
         if self.kind not in ("jsonl", "parquet", "arrow"):
             self.label += f"{f'/{name}' if name else ''}[{split or 'train'}]"
