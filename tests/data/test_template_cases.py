@@ -152,7 +152,7 @@ def test_the_start_token_is_written_once(template: str | None) -> None:
 
 
 def test_a_base_model_continues_its_prompt() -> None:
-    """The plain format: start token, prompt, answer, end token; a tokenizer that closes texts closes only the answer."""
+    """Start token, prompt, answer, end token; a tokenizer that closes every text closes the answer alone."""
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = tiny_tokenizer(None)
