@@ -17,6 +17,7 @@ COMMANDS = {
     "fit": ("training", "run", "Train a drafter: treespark fit --config recipes/demo.yaml"),
     "validate": ("training", "run", "Validation metrics of a checkpoint: --config R --ckpt_path C"),
     "test": ("training", "run", "The test file: the same metrics, then live decoding: --config R --ckpt_path C"),
+    "mix": ("functions", "run", "A prompt file drawn from sources by weight, without what evaluation suites hold"),
     "generate": ("functions", "run", "The target's own answers to a prompt file, as training and validation data"),
     "bench": ("functions", "run", "Compare plain, chain and tree decoding on prompt files"),
     "export": ("functions", "run", "Write a drafter for other engines: deepspec, speculators or specforge"),

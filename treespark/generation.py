@@ -7,7 +7,6 @@ after any interruption redoes the batch that was cut off and nothing else, and t
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -19,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from treespark.data.answers import AnswerStore
-from treespark.data.prompts import DataError, OnError, Problems, PromptRecord, hash_files, read_records
-from treespark.data.template import ChatEncoder
+from treespark.data.mixture import open_source
+from treespark.data.prompts import DataError, OnError, Problems, PromptRecord
+from treespark.data.template import ChatEncoder, template_sha256
 
 if TYPE_CHECKING:
     from treespark.target import Target
@@ -61,7 +61,7 @@ class _Prompt:
 
 def generate(
     target: str,
-    prompts: str,
+    prompts: str | list[Any] | dict[str, Any],
     output: str,
     max_new_tokens: int = 256,
     batch_size: int = 8,
@@ -72,7 +72,7 @@ def generate(
     on_error: OnError = "stop",
     overwrite: bool = False,
 ) -> GenerationSummary:
-    """Write the target's greedy answer to each prompt of a file.
+    """Write the target's greedy answer to each prompt of a source.
 
     Output lines keep the input's fields and order and add ``response``, ``response_ids`` (the end token included
     if it was reached) and ``finish_reason`` (``stop`` or ``length``). A trailing assistant message of the input is
@@ -80,7 +80,9 @@ def generate(
 
     Args:
         target: name, folder or hub id of the target.
-        prompts: JSONL file with ``prompt`` or ``messages`` a line.
+        prompts: JSONL file with ``prompt`` or ``messages`` a line, or any other source: a hub id (``owner/name``), a
+            local data set, a mapping such as ``{dataset: owner/name, split: train, columns: {prompt: question}}``, a
+            mixture by weight, or a YAML file that holds one.
         output: JSONL file to write.
         max_new_tokens: the most tokens of an answer.
         batch_size: prompts that are answered together.
@@ -100,11 +102,12 @@ def generate(
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}.")
     problems = Problems(on_error)
-    records = list(read_records(prompts, problems, limit))  # before the target is loaded: bad files fail in no time
-    if Path(output).resolve() == Path(prompts).resolve():
-        raise ValueError(f"output and prompts are the same file, {prompts}. Give the answers a file of their own.")
+    source = open_source(prompts, limit)
+    records = list(source.records(problems))  # before the target is loaded: bad files fail in no time
+    if Path(output).resolve() in [Path(path).resolve() for path in source.files]:
+        raise ValueError(f"output and prompts are the same file, {output}. Give the answers a file of their own.")
     if not records:
-        problems.report(prompts, 0)
+        problems.report(source.label, 0)
 
     from treespark.target import Target
 
@@ -114,9 +117,9 @@ def generate(
     identity = {
         "format": _FORMAT,
         "fingerprint": loaded.spec.fingerprint,
-        "chat_template": hashlib.sha256(str(loaded.tokenizer.chat_template).encode()).hexdigest(),
+        "chat_template": template_sha256(loaded.tokenizer),
         "chat_template_kwargs": dict(chat_template_kwargs or {}),
-        "prompts_sha256": hash_files([prompts]),
+        "prompts_sha256": source.sha256,
         "max_new_tokens": max_new_tokens,
         "batch_size": batch_size,
         "dtype": dtype,
@@ -128,7 +131,7 @@ def generate(
         return _shown(GenerationSummary(output, **counts, num_reused=counts["num_answers"], seconds=0.0))
 
     usable = _encode(records, encoder, loaded, max_new_tokens, problems)
-    problems.report(prompts, len(usable))
+    problems.report(source.label, len(usable))
     batches = _batches(usable, batch_size)
     started = time.monotonic()
     with store.open([[prompt.index for prompt in batch] for batch in batches]) as answers:
@@ -153,7 +156,7 @@ def generate(
             "num_skipped": len(problems.errors),
         }
         seconds = time.monotonic() - started
-        store.finish(lines, {**counts, "target": target, "prompts": prompts, "seconds": round(seconds, 3)})
+        store.finish(lines, {**counts, "target": target, "prompts": source.describe(), "seconds": round(seconds, 3)})
     return _shown(GenerationSummary(output, **counts, num_reused=num_reused, seconds=seconds))
 
 

@@ -310,8 +310,19 @@ class DraftingModule(LightningModule):
             "target": self.target_name,
             "fingerprint": self.target.spec.fingerprint,
             "chat_template_kwargs": getattr(data, "chat_template_kwargs", {}),
+            "chat_template_sha256": getattr(data, "chat_template_sha256", None),
             "provenance": self._where_from(data),
         }
+
+    def _check_template(self, record: dict[str, Any]) -> None:
+        data = getattr(self._trainer, "datamodule", None)
+        for key in ("chat_template_kwargs", "chat_template_sha256"):
+            recorded = record.get(key)
+            if recorded is not None and recorded != (now := getattr(data, key, recorded)):
+                raise ValueError(
+                    f"The checkpoint was trained on prompts rendered with {key} {recorded}, the data has {now}: set "
+                    "data.chat_template_kwargs, or restore the template of the target's tokenizer."
+                )
 
     def _where_from(self, data: Any) -> dict[str, Any]:
         """Versions, revision, arguments and the data's hash; found out once, since files are read for it."""
@@ -323,8 +334,9 @@ class DraftingModule(LightningModule):
         """Refuses a checkpoint of another target, and lets changed optimiser options apply after a resume.
 
         Raises:
-            ValueError: When the recorded identity is not this target's.
+            ValueError: When the recorded identity is not this target's, or its prompts were rendered otherwise.
         """
+        self._check_template(checkpoint.get("treespark", {}))
         recorded = checkpoint.get("treespark", {}).get("fingerprint")
         if recorded != self.target.spec.fingerprint:
             raise ValueError(

@@ -276,7 +276,7 @@ class RunRecord(Callback):
             parameters = _parameters(yaml.safe_load(self.config))
             for logger in _trackings(trainer):
                 logger.log_hyperparams(parameters)
-        texts = {"config.yaml": self.config, "environment.json": json.dumps(_environment(trainer), indent=2)}
+        texts = {"config.yaml": self.config, "environment.json": json.dumps(_record(trainer), indent=2)}
         with tempfile.TemporaryDirectory() as scratch:
             # Only a training owns the run's folder: validating a checkpoint must not replace what made it.
             home = Path(trainer.default_root_dir if trainer.state.fn == "fit" else scratch)
@@ -316,9 +316,11 @@ class RunRecord(Callback):
         if drafter is None or not self.save_drafter or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         folder = Path(trainer.default_root_dir) / "drafter"
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
         extra = {
             "provenance": _environment(trainer) | {"step": trainer.global_step},
-            "chat_template_kwargs": getattr(trainer.datamodule, "chat_template_kwargs", {}),  # type: ignore[attr-defined]
+            "chat_template_kwargs": getattr(data, "chat_template_kwargs", {}),
+            "chat_template_sha256": getattr(data, "chat_template_sha256", None),
         }
         policy = getattr(pl_module, "policy", None)
         drafter.save_pretrained(folder, tree_policy=policy.config() if policy is not None else None, extra=extra)
@@ -353,6 +355,11 @@ def _environment(trainer: Trainer) -> dict[str, Any]:
         "world_size": trainer.world_size,
         "precision": str(trainer.precision),
     }
+
+
+def _record(trainer: Trainer) -> dict[str, Any]:
+    """The environment, and what the data is made of: options, hashes, the numbers that a mixture drew."""
+    return _environment(trainer) | {"data_sources": getattr(trainer.datamodule, "data_sources", None)}  # type: ignore[attr-defined]
 
 
 def draw_acceptance(history: list[tuple[int, list[float]]], path: Path) -> None:

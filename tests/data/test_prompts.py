@@ -29,7 +29,7 @@ BAD = [
     ("{", "not valid JSON"),
     ("[1]", "expected a JSON object, got a list"),
     ("null", "expected a JSON object, got nothing"),
-    ({"response": "yes"}, "exactly one of 'prompt' and 'messages', got neither"),
+    ({"response": "yes"}, "exactly one of 'prompt', 'messages' and 'conversations', got neither"),
     ({"prompt": "a", "messages": [{"role": "user", "content": "a"}], "response": "b"}, "got prompt and messages"),
     ({"prompt": 3, "response": "b"}, "'prompt' must be text, got a number"),
     ({"prompt": "  ", "response": "b"}, "'prompt' is empty"),
@@ -86,7 +86,7 @@ def test_nothing_usable_is_an_error_in_both_modes(tmp_path: Path, on_error: str)
 def test_missing_file_directory_and_foreign_bytes(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"absent\.jsonl: no such data file"):
         load(str(tmp_path / "absent.jsonl"))
-    with pytest.raises(DataError, match="is not a file"):
+    with pytest.raises(ValueError, match="cannot be read as a folder"):
         load(str(tmp_path))
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}\n')
     with pytest.raises(DataError, match="latin.jsonl:1: not UTF-8"):

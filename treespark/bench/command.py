@@ -49,7 +49,7 @@ def bench(
         warmup: Prompts that are decoded first without being recorded.
         seed: Of the resampling behind the intervals.
         chat_template_kwargs: Options that the target's chat template reads; by default those stored with the drafter.
-        allow_other_template: Take other options than those that the drafter was trained with; the results say so.
+        allow_other_template: Take another template or other options than in training; the results say so.
 
     Returns:
         The results; `exit_code` is 1 when an output is not plain decoding's.
@@ -85,7 +85,7 @@ def bench(
     loaded = Target.load(target or source.target_name, dtype=dtype, device_map=None if device == "cpu" else device)
     model = source.load(loaded)
     arms = make_arms(model, modes, policies)
-    chat_template_kwargs, other_template = check_template(model, chat_template_kwargs, allow_other_template)
+    chat_template_kwargs, other_template = check_template(model, loaded, chat_template_kwargs, allow_other_template)
     chosen = [
         load_suite(
             path,

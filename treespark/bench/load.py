@@ -56,27 +56,40 @@ def open_drafter(path: str | Path) -> DrafterSource:
     return _open_folder(place) if place.is_dir() else _open_checkpoint(place)
 
 
-def check_template(drafter: Drafter, given: dict[str, Any] | None, allow_other: bool) -> tuple[dict[str, Any], bool]:
-    """Returns the chat template options to render with, and whether they are not those that the drafter records.
+def check_template(
+    drafter: Drafter, target: Target, given: dict[str, Any] | None, allow_other: bool
+) -> tuple[dict[str, Any], bool]:
+    """Returns the chat template options to render with, and whether prompts look otherwise than in training.
 
     Args:
         drafter: The drafter.
+        target: The target, whose template renders the prompts.
         given: Options that were asked for; None takes the recorded ones.
         allow_other: Whether others than the recorded ones may be used.
 
     Raises:
-        ValueError: For others without `allow_other`: prompts would not look as they did in training.
+        ValueError: For other options, or another template, without `allow_other`: prompts would not look as they did
+            in training.
     """
+    from treespark.data.template import template_sha256
+
+    known = drafter.extra.get("chat_template_sha256")
+    other_text = known is not None and known != template_sha256(target.tokenizer)
+    if other_text and not allow_other:
+        raise ValueError(
+            f"The drafter was trained with another chat template (SHA-256 {known[:12]}) than '{target.spec.name}' has: "
+            "restore the tokenizer's template, or set allow_other_template to compare on purpose."
+        )
     recorded = drafter.extra.get("chat_template_kwargs")
     if given is None:
-        return dict(recorded or {}), False
+        return dict(recorded or {}), other_text
     other = recorded is not None and dict(recorded) != dict(given)
     if other and not allow_other:
         raise ValueError(
             f"The drafter was trained with the chat template options {dict(recorded or {})}, but {dict(given)} are "
             "given: leave chat_template_kwargs out, or set allow_other_template to compare on purpose."
         )
-    return dict(given), other
+    return dict(given), other or other_text
 
 
 def weights_hash(drafter: Drafter) -> str:
@@ -109,6 +122,7 @@ def _open_checkpoint(file: Path) -> DrafterSource:
 
     def load(target: Target) -> Drafter:
         from treespark.drafters import Drafter
+        from treespark.drafters.base import EXTRA_FIELDS
         from treespark.registry import load_all
 
         if identity != target.spec.fingerprint:
@@ -124,7 +138,7 @@ def _open_checkpoint(file: Path) -> DrafterSource:
             {key.removeprefix(_PREFIX): value for key, value in weights.items() if key.startswith(_PREFIX)}
         )
         drafter.recorded_policy = record["policy"]
-        drafter.extra = {key: record[key] for key in ("chat_template_kwargs", "provenance") if key in record}
+        drafter.extra = {key: record[key] for key in EXTRA_FIELDS if key in record}
         if "provenance" in drafter.extra:
             drafter.extra["provenance"] |= {"step": checkpoint.get("global_step")}
         return _fit(drafter, target)

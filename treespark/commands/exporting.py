@@ -42,6 +42,7 @@ def export(
         ValueError: For a drafter that the format cannot express, and all that loading refuses.
     """
     from treespark.drafters import DSparkDrafter, writable_formats
+    from treespark.drafters.base import EXTRA_FIELDS
     from treespark.export import model_card
     from treespark.registry import unknown
 
@@ -55,9 +56,7 @@ def export(
     drafter = _load(ckpt_path, target, dtype, needs_target=not without_embeddings and format != "specforge")
     if not isinstance(drafter, DSparkDrafter):
         raise ValueError(f"{ckpt_path} holds a {type(drafter).__name__}; only a DSparkDrafter can be exported.")
-    extra: dict[str, Any] = {
-        key: drafter.extra[key] for key in ("chat_template_kwargs", "provenance") if key in drafter.extra
-    }
+    extra: dict[str, Any] = {key: drafter.extra[key] for key in EXTRA_FIELDS if key in drafter.extra}
     card = model_card(drafter, drafter.recorded_policy, extra, recipe=_recipe(ckpt_path), results=figures)
     formats[format]().save(
         drafter,

@@ -1,4 +1,4 @@
-"""`treespark generate`, `bench` and `export`: functions whose signatures are their options."""
+"""`treespark mix`, `generate`, `bench` and `export`: functions whose signatures are their options."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ def _function(name: str) -> Callable[..., Any]:
         from treespark.generation import generate
 
         return generate
+    if name == "mix":
+        from treespark.commands.mixing import mix
+
+        return mix
     if name == "export":
         from treespark.commands.exporting import export
 

@@ -25,9 +25,13 @@ class AnswerStore:
         output: the file to write.
         identity: what the answers depend on; JSON values.
         overwrite: replace an output of another identity.
+        writer: the command that writes it, for messages.
     """
 
-    def __init__(self, output: Path, identity: dict[str, Any], overwrite: bool) -> None:
+    def __init__(
+        self, output: Path, identity: dict[str, Any], overwrite: bool, writer: str = "treespark generate"
+    ) -> None:
+        self.writer = writer
         self.output = output
         self.meta = output.with_name(output.name + ".meta.json")
         self.partial = output.with_name(output.name + ".partial")
@@ -50,7 +54,7 @@ class AnswerStore:
             meta = {}
         if not meta:
             raise ValueError(
-                f"{self.output} exists and was not written by treespark generate. Use --overwrite, or another output."
+                f"{self.output} exists and was not written by {self.writer}. Use --overwrite, or another output."
             )
         self._check_same(meta.get("identity", {}), str(self.output))
         if meta.get("output_sha256") != hash_files([self.output]):

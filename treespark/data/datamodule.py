@@ -1,4 +1,4 @@
-"""The Lightning datamodule: prompt files in, batches of anchors out."""
+"""The Lightning datamodule: prompts with answers in, batches of anchors out."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from typing import Any
 from lightning.pytorch import LightningDataModule
 
 from treespark.data.loader import BatchLoader, TrainLoader
-from treespark.data.prompts import OnError, Problems, as_paths, hash_files
+from treespark.data.mixture import SourceSpec, hash_sources, open_source
+from treespark.data.prompts import OnError, Problems
 from treespark.data.samples import Sample, load_samples
-from treespark.data.template import ChatEncoder
+from treespark.data.sources import PromptSource
+from treespark.data.template import ChatEncoder, template_sha256
+
+ROLES = ("train", "val", "test")
 
 
 class DraftingData(LightningDataModule):
@@ -18,7 +22,8 @@ class DraftingData(LightningDataModule):
 
     Args:
         target: the target whose tokenizer and chat template apply: a name, a folder or a hub id.
-        train: JSONL file or files with answers.
+        train: JSONL file or files with answers, or any other source: a data set, a list, a mixture by weight, or a
+            YAML file that holds one.
         val: JSONL file with answers that the target wrote (``treespark generate``), or None.
         test: likewise, for ``treespark test``.
         max_length: tokens per sequence; longer answers are cut.
@@ -38,7 +43,7 @@ class DraftingData(LightningDataModule):
     def __init__(
         self,
         target: str,
-        train: str | list[str] | None = None,
+        train: SourceSpec | None = None,
         val: str | None = None,
         test: str | None = None,
         max_length: int = 2048,
@@ -78,6 +83,7 @@ class DraftingData(LightningDataModule):
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.num_skipped = 0
         self._encoder: ChatEncoder | None = None
+        self._sources: dict[str, PromptSource] = {}
         self._samples: dict[str, list[Sample]] = {}
 
     @property
@@ -90,12 +96,25 @@ class DraftingData(LightningDataModule):
         return self._encoder
 
     @property
-    def data_hash(self) -> str:
-        """SHA-256 of the bytes of all files, in the order train, val, test."""
-        return hash_files([path for role in ("train", "val", "test") for path in self._paths(role)])
+    def chat_template_sha256(self) -> str:
+        """Hash of the target's chat template."""
+        return template_sha256(self.encoder.tokenizer)
 
-    def _paths(self, role: str) -> list[str]:
-        return as_paths({"train": self.train, "val": self.val, "test": self.test}[role])
+    @property
+    def data_hash(self) -> str:
+        """SHA-256 of the bytes of all files, or of what other sources gave, in the order train, val, test."""
+        return hash_sources([source for role in ROLES if (source := self._source(role))])
+
+    @property
+    def data_sources(self) -> dict[str, Any]:
+        """Options and hash of each source, for the record of a run; of a mixture, seed and drawn numbers too."""
+        return {role: source.describe() for role in ROLES if (source := self._source(role))}
+
+    def _source(self, role: str) -> PromptSource | None:
+        spec = {"train": self.train, "val": self.val, "test": self.test}[role]
+        if role not in self._sources and spec:
+            self._sources[role] = open_source(spec)
+        return self._sources.get(role)
 
     def samples(self, role: str) -> Sequence[Sample]:
         """The tokenised samples of ``"train"``, ``"val"`` or ``"test"``, read once.
@@ -106,30 +125,29 @@ class DraftingData(LightningDataModule):
             ValueError: no file is configured for the role.
         """
         if role not in self._samples:
-            paths = self._paths(role)
-            if not paths:
+            source = self._source(role)
+            if source is None:
                 raise ValueError(
                     f"data.{role} names no file. Give a JSONL file with answers (treespark generate writes them)."
                 )
             problems = Problems(self.on_error)
-            self._samples[role] = load_samples(paths, self.encoder, self.max_length, problems)
+            self._samples[role] = load_samples([source], self.encoder, self.max_length, problems)
             self.num_skipped += len(problems.errors)
         return self._samples[role]
 
     def setup(self, stage: str | None = None) -> None:
         """Read and tokenise what a stage needs, so that bad data stops a run before it starts."""
-        needed = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}.get(
-            stage or "", ("train", "val", "test")
-        )
+        needed = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}.get(stage or "", ROLES)
         for role in needed:
-            if self._paths(role):
+            if self._source(role):
                 self.samples(role)
 
     def train_dataloader(self) -> TrainLoader:
         """Shuffled, resumable; one item is one optimiser step."""
+        samples = self.samples("train")
         return TrainLoader(
-            self.samples("train"),
-            data_hash=hash_files(self._paths("train")),
+            samples,
+            data_hash=self._sources["train"].sha256,
             num_anchors=self.num_anchors,
             batch_size=self.batch_size,
             micro_batches=self.micro_batches,

@@ -1,8 +1,9 @@
-"""Prompt files: one JSON object a line, checked field by field, every error with its file and line.
+"""One prompt: what a line of a file, or a row of a data set, may hold; every error names its place.
 
-A line holds ``prompt`` (text) or ``messages`` (``[{"role", "content"}, ...]``), optionally ``response`` (the
-answer's text), ``response_ids`` (its exact tokens, the end token included if it was reached), ``finish_reason``
-(``"stop"`` or ``"length"``), and any other field, such as ``id`` or ``category``, which is carried along.
+A line holds ``prompt`` (text), ``messages`` (``[{"role", "content"}, ...]``) or ``conversations`` (ShareGPT's
+``[{"from", "value"}, ...]``, which is turned into ``messages``), optionally ``response`` (the answer's text),
+``response_ids`` (its exact tokens, the end token included if it was reached), ``finish_reason`` (``"stop"`` or
+``"length"``), and any other field, such as ``id`` or ``category``, which is carried along.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,11 @@ Message = dict[str, Any]
 _log = logging.getLogger(__name__)
 _FINISH_REASONS = ("stop", "length")
 _MAX_LISTED = 20
+CONTENT = ("prompt", "messages", "conversations")
+# ShareGPT's speakers -> roles.
+_SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"} | {
+    role: role for role in ("user", "assistant", "system", "tool")
+}
 
 
 class DataError(ValueError):
@@ -29,16 +35,16 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """One checked line of a prompt file.
+    """One checked line of a prompt file, or row of a data set.
 
     Attributes:
-        path: file the line comes from.
-        line: its number, counted from 1.
+        path: file or data set it comes from.
+        line: number of the line or row, counted from 1.
         messages: the conversation up to the answer (the answer itself excluded).
         response: the answer's text, or None.
         response_ids: the answer's exact tokens, or None.
         finish_reason: ``"stop"``, ``"length"`` or None if the file does not say.
-        fields: the line as it was read.
+        fields: the line as it was read, with ``conversations`` turned into ``messages``.
     """
 
     path: str
@@ -65,7 +71,7 @@ class PromptRecord:
 
 
 class Problems:
-    """Collects unusable lines: ``"stop"`` raises at the first, ``"skip"`` counts them for one log line.
+    """Collects unusable lines: ``"stop"`` raises at the first, ``"skip"`` keeps them for one report.
 
     Args:
         on_error: ``"stop"`` or ``"skip"``.
@@ -84,49 +90,23 @@ class Problems:
         self.errors.append(error)
 
     def report(self, source: str, num_used: int) -> None:
-        """Log the skipped lines in one line; nothing usable left is an error whatever ``on_error`` says.
+        """Log the skipped lines, each with its reason; nothing usable left is an error whatever ``on_error`` says.
 
         Raises:
             DataError: no line is left.
         """
-        reasons = "; ".join(str(error) for error in self.errors[:_MAX_LISTED])
-        more = f"; and {len(self.errors) - _MAX_LISTED} more" if len(self.errors) > _MAX_LISTED else ""
+        listed = [str(error) for error in self.errors[:_MAX_LISTED]]
+        if len(self.errors) > _MAX_LISTED:
+            listed.append(f"and {len(self.errors) - _MAX_LISTED} more")
         if num_used == 0:
-            detail = f" ({len(self.errors)} lines skipped: {reasons}{more})" if self.errors else ""
+            detail = f" ({len(self.errors)} lines skipped: {'; '.join(listed)})" if self.errors else ""
             raise DataError(
                 f"{source}: no usable line{detail}. Expected one JSON object a line with 'prompt' or 'messages'."
             )
         if self.errors:
-            _log.warning("%s: %d lines used, %d skipped: %s%s", source, num_used, len(self.errors), reasons, more)
-
-
-def read_records(path: str | Path, problems: Problems, limit: int | None = None) -> Iterator[PromptRecord]:
-    """Yield the checked lines of a file; blank lines are ignored.
-
-    Args:
-        path: JSONL file in UTF-8.
-        problems: what to do with lines that cannot be used.
-        limit: stop after so many usable lines.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        DataError: the path is not a file, or a line is unusable and ``problems`` stops at it.
-    """
-    file = check_file(path)
-    num_used = 0
-    with file.open("rb") as stream:
-        for number, raw in enumerate(stream, start=1):
-            if limit is not None and num_used >= limit:
-                return
-            if not raw.strip():
-                continue
-            try:
-                record = parse_line(raw, str(path), number)
-            except DataError as error:
-                problems.add(error)
-                continue
-            num_used += 1
-            yield record
+            _log.warning(
+                "%s: %d lines used, %d skipped:\n  %s", source, num_used, len(self.errors), "\n  ".join(listed)
+            )
 
 
 def check_file(path: str | Path) -> Path:
@@ -145,15 +125,21 @@ def check_file(path: str | Path) -> Path:
 
 
 def parse_line(raw: bytes | str, path: str, line: int) -> PromptRecord:
-    """Check one line.
+    """Check one line of a file.
 
     Raises:
         DataError: the line is not what the module's docstring describes.
     """
+    return check_fields(load_line(raw, path, line), path, line)
 
-    def bad(what: str) -> DataError:
-        return DataError(f"{path}:{line}: {what}")
 
+def load_line(raw: bytes | str, path: str, line: int) -> dict[str, Any]:
+    """The JSON object of one line.
+
+    Raises:
+        DataError: the line is none.
+    """
+    bad = _errors_at(path, line)
     try:
         text = raw.decode("utf-8-sig") if isinstance(raw, bytes) else raw
         fields = json.loads(text)
@@ -163,9 +149,26 @@ def parse_line(raw: bytes | str, path: str, line: int) -> PromptRecord:
         raise bad(f"not valid JSON ({error}). Expected one JSON object a line.") from None
     if not isinstance(fields, dict):
         raise bad(f"expected a JSON object, got {_kind(fields)}.")
-    given = [key for key in ("prompt", "messages") if fields.get(key) is not None]
+    return fields
+
+
+def check_fields(fields: dict[str, Any], path: str, line: int) -> PromptRecord:
+    """Check the fields of a line or row.
+
+    Args:
+        fields: what was read.
+        path: file or data set, as errors name it.
+        line: number of the line or row.
+
+    Raises:
+        DataError: the fields are not what the module's docstring describes.
+    """
+    bad = _errors_at(path, line)
+    given = [key for key in CONTENT if fields.get(key) is not None]
     if len(given) != 1:
-        raise bad(f"expected exactly one of 'prompt' and 'messages', got {' and '.join(given) or 'neither'}.")
+        raise bad(
+            f"expected exactly one of 'prompt', 'messages' and 'conversations', got {' and '.join(given) or 'neither'}."
+        )
 
     response = _optional(fields, "response", str, bad)
     if given == ["prompt"]:
@@ -176,7 +179,9 @@ def parse_line(raw: bytes | str, path: str, line: int) -> PromptRecord:
             raise bad("'prompt' is empty.")
         messages: list[Message] = [{"role": "user", "content": prompt}]
     else:
-        messages = _check_messages(fields["messages"], bad)
+        messages = _turns(fields[given[0]], given[0], bad)
+        fields = {("messages" if key == given[0] else key): value for key, value in fields.items()}
+        fields["messages"] = list(messages)
         if messages[-1]["role"] == "assistant":
             if response is not None or fields.get("response_ids") is not None:
                 raise bad("the answer is given twice: 'messages' ends with an assistant message and 'response' is set.")
@@ -195,19 +200,32 @@ def parse_line(raw: bytes | str, path: str, line: int) -> PromptRecord:
     )
 
 
-def _check_messages(messages: object, bad: Any) -> list[Message]:
-    if not isinstance(messages, list) or not messages:
-        raise bad(f"'messages' must be a non-empty list, got {_kind(messages)}.")
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise bad(f"'messages[{index}]' must be an object with 'role' and 'content', got {_kind(message)}.")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise bad(f"'messages[{index}].{key}' must be text, got {_kind(message.get(key))}.")
-    return list(messages)
+def _errors_at(path: str, line: int) -> Callable[[str], DataError]:
+    return lambda what: DataError(f"{path}:{line}: {what}")
 
 
-def _optional(fields: dict[str, Any], key: str, kind: type, bad: Any) -> Any:
+def _turns(turns: object, key: str, bad: Callable[[str], DataError]) -> list[Message]:
+    """The checked messages of a conversation in either spelling."""
+    if not isinstance(turns, list) or not turns:
+        raise bad(f"'{key}' must be a non-empty list, got {_kind(turns)}.")
+    messages = []
+    for index, turn in enumerate(turns):
+        if not isinstance(turn, dict):
+            raise bad(f"'{key}[{index}]' must be an object with 'role' and 'content', got {_kind(turn)}.")
+        is_sharegpt = "role" not in turn and "from" in turn
+        names = ("from", "value") if is_sharegpt else ("role", "content")
+        for name in names:
+            if not isinstance(turn.get(name), str):
+                raise bad(f"'{key}[{index}].{name}' must be text, got {_kind(turn.get(name))}.")
+        if is_sharegpt:
+            if turn["from"] not in _SPEAKERS:
+                raise bad(f"'{key}[{index}].from' must be one of {', '.join(_SPEAKERS)}, got {turn['from']!r}.")
+            turn = {"role": _SPEAKERS[turn["from"]], "content": turn["value"]}
+        messages.append(turn)
+    return messages
+
+
+def _optional(fields: dict[str, Any], key: str, kind: type, bad: Callable[[str], DataError]) -> Any:
     value = fields.get(key)
     if value is not None and not isinstance(value, kind):
         raise bad(f"'{key}' must be {'text' if kind is str else 'a list'}, got {_kind(value)}.")
@@ -233,10 +251,3 @@ def hash_files(paths: Iterable[str | Path]) -> str:
                 digest.update(block)
         total.update(digest.digest())  # per file, so that moving a line to the next file changes the result
     return total.hexdigest()
-
-
-def as_paths(paths: str | Sequence[str] | None) -> list[str]:
-    """One path, several, or none, as a list."""
-    if paths is None:
-        return []
-    return [paths] if isinstance(paths, str) else list(paths)

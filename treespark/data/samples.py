@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treespark.data.prompts import DataError, Problems, PromptRecord, read_records
+from treespark.data.mixture import SourceSpec, open_source
+from treespark.data.prompts import DataError, Problems, PromptRecord
+from treespark.data.sources import PromptSource
 from treespark.data.template import ChatEncoder, Encoded, Span
 
 _log = logging.getLogger(__name__)
@@ -41,13 +43,15 @@ class Sample:
         return self.ids.numel()
 
 
-def load_samples(paths: Sequence[str], encoder: ChatEncoder, max_length: int, problems: Problems) -> list[Sample]:
-    """Read, tokenise and cut the lines of some files, in order.
+def load_samples(
+    sources: Sequence[SourceSpec | PromptSource], encoder: ChatEncoder, max_length: int, problems: Problems
+) -> list[Sample]:
+    """Read, tokenise and cut the prompts of some sources, in order.
 
     A conversation longer than ``max_length`` tokens is cut there if at least 2 tokens of its answer remain.
 
     Args:
-        paths: JSONL files.
+        sources: JSONL files or other sources.
         encoder: tokenizer and template.
         max_length: tokens per sequence.
         problems: what to do with lines that cannot be used.
@@ -57,9 +61,10 @@ def load_samples(paths: Sequence[str], encoder: ChatEncoder, max_length: int, pr
         DataError: a line cannot be used and ``problems`` stops at it, or a file has no usable line.
     """
     samples: list[Sample] = []
-    for path in paths:
+    for source in (part for spec in sources for part in open_source(spec).parts):
+        path = source.label
         before, num_cut, num_unplaced, num_problems = len(samples), 0, 0, len(problems.errors)
-        records = list(read_records(path, problems))
+        records = list(source.records(problems))
         for record in _track(records, path):
             try:
                 encoded = encoder.encode(record)

@@ -7,6 +7,7 @@ that a template writes after it.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,6 +37,11 @@ class Encoded(NamedTuple):
     num_unplaced: int
 
 
+def template_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of the tokenizer's chat template, by which a checkpoint knows the template that it was trained with."""
+    return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()
+
+
 def render(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
@@ -43,6 +49,9 @@ def render(
     add_generation_prompt: bool = True,
 ) -> list[int]:
     """Tokens of a conversation; with a chat template as the template writes them, else the plain prompt.
+
+    Without a template (a base model) the format is: the prompt's text as the tokenizer opens a document, then the
+    answer's text, then the end token. A start token is written once, also if the prompt's text opens with it.
 
     Args:
         tokenizer: the target's tokenizer.
@@ -90,6 +99,8 @@ def _render_plain(
     ids = list(tokenizer(messages[0]["content"])["input_ids"])
     if ids and ids[-1] == tokenizer.eos_token_id and not messages[0]["content"].endswith(str(tokenizer.eos_token)):
         ids.pop()  # tokenizers that close every text would end the document before the answer
+    if ids[:2] == [tokenizer.bos_token_id] * 2:
+        del ids[0]  # the text brings the start token that the tokenizer writes anyway
     return ids
 
 
@@ -206,7 +217,8 @@ class ChatEncoder:
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             return [], 0
-        if self.has_generation_tag:
+        if self.has_generation_tag and turns[0] and not any(self._render_masked(messages[: turns[0]], True)[1]):
+            # A mask that marks a conversation without answers encloses other text than answers.
             ids, mask = self._render_masked(messages, add_generation_prompt=True)
             if ids == prompt and len(runs := _runs(mask)) == len(turns):
                 return [self._closed(ids, run) for run in runs], 0

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 # The target's two tensors, shared with it and left out of training state.
 FROZEN_PREFIXES = ("embed_tokens.", "lm_head.")
 
+# Fields of a checkpoint that are ours in every format: how prompts were rendered, and where the weights come from.
+EXTRA_FIELDS = ("chat_template_kwargs", "chat_template_sha256", "provenance")
+
 
 class Drafter(nn.Module, Registered, ABC, kind="drafter"):
     """A model that drafts the K tokens after an anchor from the target's hidden states before it.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from treespark.drafters.base import Drafter
+from treespark.drafters.base import EXTRA_FIELDS, Drafter
 from treespark.drafters.dspark import DSparkDrafter
 from treespark.drafters.fields import Fields
 from treespark.drafters.files import CONFIG, Weights, write_folder
@@ -156,7 +156,7 @@ class FlatFormat(CheckpointFormat):
 
     def carried(self, extra: dict[str, Any]) -> dict[str, Any]:
         """Returns what is kept of the fields that the format does not know: our own in a foreign file."""
-        return {key: value for key, value in extra.items() if key in ("chat_template_kwargs", "provenance")}
+        return {key: value for key, value in extra.items() if key in EXTRA_FIELDS}
 
 
 class DeepSpecFormat(FlatFormat):
