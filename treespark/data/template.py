@@ -7,6 +7,7 @@ that a template writes after it.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -257,6 +258,11 @@ class ChatEncoder:
 
     def _tokenize(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of the tokenizer's chat template, as hexadecimal text."""
+    return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()
 
 
 def _runs(mask: Sequence[int]) -> list[Span]:
