@@ -13,8 +13,9 @@ import torch
 from rich.console import Console
 
 from tests.tiny_text import save_tiny_target, tiny_tokenizer
-from treespark.bench import Difference, Results, Summary, bench, load_suite, open_drafter, print_report
+from treespark.bench import Difference, Results, Summary, bench, load_suite, print_report
 from treespark.drafters import DSparkDrafter
+from treespark.drafters.source import open_drafter
 from treespark.policies import Budgeted, Chain
 from treespark.target import Target
 

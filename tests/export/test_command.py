@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.tiny_text import save_tiny_target
-from treespark.bench import bench, open_drafter
+from treespark.bench import bench
 from treespark.cli import dispatch
 from treespark.drafters import Drafter, DSparkDrafter
+from treespark.drafters.source import open_drafter
 from treespark.losses import CrossEntropy
 from treespark.module import DraftingModule
 from treespark.policies import Budgeted

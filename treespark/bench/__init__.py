@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from treespark.bench.arms import Arm, make_arms
     from treespark.bench.command import bench
-    from treespark.bench.load import DrafterSource, open_drafter
     from treespark.bench.report import print_report
     from treespark.bench.results import Difference, PromptTrials, Results, Trial
     from treespark.bench.runner import run
@@ -23,7 +22,6 @@ _HOMES = {
     "Arm": "arms",
     "BenchPrompt": "suites",
     "Difference": "results",
-    "DrafterSource": "load",
     "Interval": "statistics",
     "PromptTrials": "results",
     "Results": "results",
@@ -33,7 +31,6 @@ _HOMES = {
     "bench": "command",
     "load_suite": "suites",
     "make_arms": "arms",
-    "open_drafter": "load",
     "paired_ratio": "statistics",
     "print_report": "report",
     "run": "runner",
@@ -44,7 +41,6 @@ __all__ = [
     "Arm",
     "BenchPrompt",
     "Difference",
-    "DrafterSource",
     "Interval",
     "PromptTrials",
     "Results",
@@ -54,7 +50,6 @@ __all__ = [
     "bench",
     "load_suite",
     "make_arms",
-    "open_drafter",
     "paired_ratio",
     "print_report",
     "run",

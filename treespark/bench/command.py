@@ -61,11 +61,11 @@ def bench(
     import torch
 
     from treespark.bench.arms import make_arms, split_names
-    from treespark.bench.load import check_template, open_drafter
     from treespark.bench.report import print_report
     from treespark.bench.runner import run
     from treespark.bench.suites import check_suites, load_suite
     from treespark.data.prompts import check_file
+    from treespark.drafters.source import check_template, open_drafter
     from treespark.target import Target
 
     paths = split_names(suites)

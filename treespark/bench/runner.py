@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from treespark.bench.load import weights_hash
 from treespark.bench.results import Difference, PromptTrials, Results, Trial
 from treespark.bench.suites import BenchPrompt, Suite, check_suites
 from treespark.decoding import DecodeResult, Round, compare_outputs, decode, decode_plain, simulate
 from treespark.decoding.record import NEAR_TIE
+from treespark.drafters.source import weights_hash
 from treespark.environment import environment
 
 if TYPE_CHECKING:

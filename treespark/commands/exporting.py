@@ -77,8 +77,8 @@ def export(
 def _load(ckpt_path: str, target: str | None, dtype: str | None, needs_target: bool) -> Drafter:
     import torch
 
-    from treespark.bench.load import open_drafter
     from treespark.drafters import Drafter
+    from treespark.drafters.source import open_drafter
     from treespark.target import Target
     from treespark.target.loading import parse_dtype
 

@@ -17,7 +17,8 @@ from treespark.environment import versions
 class AnswerStore:
     """One output file and its companions.
 
-    ``OUTPUT.partial`` grows by whole batches under a header with the identity. The last writes are, in this order:
+    ``OUTPUT.partial`` grows by whole units under a header with the identity; a unit is kept or redone as a whole.
+    The last writes are, in this order:
     the record ``OUTPUT.meta.json`` (with the hash of the output), the output by renaming, then the partial file goes.
     Whatever a kill leaves behind is either complete or continued.
 
@@ -69,8 +70,11 @@ class AnswerStore:
             raise ValueError(f"{what} was written with other arguments ({detail}). Use --overwrite, or another output.")
 
     @contextmanager
-    def open(self, batches: list[list[int]]) -> Iterator[dict[int, dict[str, Any]]]:
-        """The answers of complete batches so far, by prompt index; an incomplete tail is dropped.
+    def open(self, units: list[list[int]]) -> Iterator[dict[int, dict[str, Any]]]:
+        """The answers of complete units so far, by prompt index; an incomplete tail is dropped.
+
+        Args:
+            units: the prompt indices of each unit, in the order of its rows. Units may have been kept in any order.
 
         Raises:
             ValueError: the partial file belongs to other arguments, or another process is writing it.
@@ -80,15 +84,15 @@ class AnswerStore:
             _lock(stream, self.partial)
             self._stream = stream
             stream.seek(0)
-            end = self._read(stream, batches)
+            end = self._read(stream, units)
             stream.truncate(end)
             stream.seek(0, os.SEEK_END)
             if end == 0:
                 self._write([{"identity": self.identity}])
             yield self.answers
 
-    def _read(self, stream: Any, batches: list[list[int]]) -> int:
-        """Length of the file up to the last complete batch; 0 if it has to be begun anew."""
+    def _read(self, stream: Any, units: list[list[int]]) -> int:
+        """Length of the file up to the last complete unit; 0 if it has to be begun anew."""
         header = _parse(stream.readline())
         if header is None:
             return 0
@@ -99,18 +103,19 @@ class AnswerStore:
                 return 0
             raise
         end = stream.tell()
-        for batch in batches:
-            rows = [_parse(stream.readline()) for _ in batch]
-            if [None if row is None else row.get("index") for row in rows] != batch:
+        waiting = {unit[0]: unit for unit in units}
+        while (first := _parse(stream.readline())) is not None and (unit := waiting.pop(first.get("index", -1), [])):
+            rows = [first, *(_parse(stream.readline()) for _ in unit[1:])]
+            if [None if row is None else row.get("index") for row in rows] != unit:
                 break
             self.answers.update({row.pop("index"): row for row in rows if row is not None})
             end = stream.tell()
         return int(end)
 
-    def append(self, batch: dict[int, dict[str, Any]]) -> None:
-        """Keep the answers of one batch, safe from a kill once this returns."""
-        self._write([{"index": index, **answer} for index, answer in batch.items()])
-        self.answers.update(batch)
+    def append(self, unit: dict[int, dict[str, Any]]) -> None:
+        """Keep the answers of one unit, safe from a kill once this returns."""
+        self._write([{"index": index, **answer} for index, answer in unit.items()])
+        self.answers.update(unit)
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
         self._stream.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())

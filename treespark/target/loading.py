@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from treespark.target.spec import end_tokens
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -82,6 +84,28 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
     except Exception as error:
         raise _explain(name, "tokenizer", error) from error
     return tokenizer
+
+
+def load_end_tokens(name: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Returns the tokens that end a target's answers, from its configurations and its tokenizer alone.
+
+    Raises:
+        FileNotFoundError: As `resolve` does.
+        ValueError: When the target's configuration cannot be loaded.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        generation = GenerationConfig.from_pretrained(resolve(name))
+    except OSError:  # base models often have none
+        generation = None
+    try:
+        ends = end_tokens(generation) or end_tokens(AutoConfig.from_pretrained(resolve(name)))
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise _explain(name, "configuration", error) from error
+    return tuple(dict.fromkeys((*ends, *end_tokens(tokenizer))))
 
 
 def load_model(

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from treespark.drafters.base import EXTRA_FIELDS, Drafter
+from treespark.registry import load_all
+
 if TYPE_CHECKING:
-    from treespark.drafters import Drafter
     from treespark.target import Target
 
 _PREFIX = "drafter."
@@ -102,8 +104,6 @@ def weights_hash(drafter: Drafter) -> str:
 
 
 def _open_folder(folder: Path | str) -> DrafterSource:
-    from treespark.drafters import Drafter
-
     drafter: Drafter = Drafter.from_pretrained(folder)
     return DrafterSource(str(folder), drafter.spec.name, lambda target: _fit(drafter, target))
 
@@ -121,10 +121,6 @@ def _open_checkpoint(file: Path) -> DrafterSource:
         ) from error
 
     def load(target: Target) -> Drafter:
-        from treespark.drafters import Drafter
-        from treespark.drafters.base import EXTRA_FIELDS
-        from treespark.registry import load_all
-
         if identity != target.spec.fingerprint:
             raise ValueError(
                 f"{file} was trained for the target '{name}' (identity {identity[:12]}), but '{target.spec.name}' "
