@@ -10,7 +10,8 @@ import pytest
 
 from tests.answering import PROMPTS, greedy, read, run, save_drafter, save_tiny_target, write
 from treespark.data import ChatEncoder, DraftingData
-from treespark.data.prompts import Problems, read_records
+from treespark.data.mixture import read_records
+from treespark.data.prompts import Problems
 from treespark.generation import Prompt, generate
 from treespark.generation.local import LocalBackend
 from treespark.target import Target
