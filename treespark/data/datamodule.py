@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,6 +94,12 @@ class DraftingData(LightningDataModule):
     def data_hash(self) -> str:
         """SHA-256 of the bytes of all files, in the order train, val, test."""
         return hash_files([path for role in ("train", "val", "test") for path in self._paths(role)])
+
+    @property
+    def rendering(self) -> dict[str, Any]:
+        """What the tokens of a conversation depend on: the template (with its options) as a hash, and the length."""
+        template = f"{self.encoder.tokenizer.chat_template} {sorted(self.chat_template_kwargs.items())}"
+        return {"chat_template": hashlib.sha256(template.encode()).hexdigest(), "max_length": self.max_length}
 
     def _paths(self, role: str) -> list[str]:
         return as_paths({"train": self.train, "val": self.val, "test": self.test}[role])
