@@ -124,7 +124,6 @@ class DraftingModule(LightningModule):
         drafter.bind(target)
         if self._trainer is None or self._trainer.state.fn == "fit":
             self._warm_start(drafter, target)
-            self.feature_source.open(target, drafter.layer_ids)
         self.target, self.drafter = target, drafter
         self.metrics = ValidationMetrics(
             drafter.block_size, [term.name for term in self.objective.terms], drafter.has_confidence
@@ -165,6 +164,7 @@ class DraftingModule(LightningModule):
                 f"trainer.accumulate_grad_batches is {self.trainer.accumulate_grad_batches}, but it averages "
                 "micro-batches of unequal weight. Leave it at 1 and set data.micro_batches instead."
             )
+        self.feature_source.open(self.target, self.drafter.layer_ids)
         data = getattr(self.trainer, "datamodule", None)
         if isinstance(data, DraftingData):
             self.feature_source.check((sample.ids for sample in data.samples("train")), data.rendering)

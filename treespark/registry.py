@@ -24,7 +24,7 @@ def unknown(kind: str, name: str, choices: Iterable[str]) -> ValueError:
 
 
 def load_all() -> None:
-    """Imports the rooms that hold the built-in losses, policies, drafters and feature sources, so that they are registered."""
+    """Imports the rooms that hold what is built in, so that it is registered."""
     for home in _HOMES:
         importlib.import_module(home)
 

@@ -1,4 +1,4 @@
-"""`treespark cache plan`, `build` and `verify`: target features on disk, from the recipe of the training they are for."""
+"""`treespark cache plan`, `build` and `verify`: target features on disk, from the recipe of their training."""
 
 from __future__ import annotations
 
@@ -91,9 +91,7 @@ def _prepare(words: list[str], needs_output: bool) -> tuple[CacheBuilder, dict[s
     if output is None and needs_output:
         raise ValueError("output is missing: give the folder of the cache as --output DIR.")
     if options["shard_mib"] <= 0 or options["sample"] < 0:
-        raise ValueError(
-            f"Expected shard_mib > 0 and sample >= 0, got {options['shard_mib']} and {options['sample']}."
-        )
+        raise ValueError(f"Expected shard_mib > 0 and sample >= 0, got {options['shard_mib']} and {options['sample']}.")
     samples = data.samples("train")  # before the target is loaded: bad data fails in no time
     device = options["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
     target = Target.load(

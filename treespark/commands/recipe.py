@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.pytorch.cli import LightningArgumentParser
 
@@ -15,7 +15,7 @@ from treespark.module import DraftingModule
 class RecipeCLI(DraftingCLI):
     """Parses as `treespark fit` does, with further options, and builds module and data alone: no trainer, no logger."""
 
-    options: dict[str, tuple[Any, Any, str]] = {}
+    options: ClassVar[dict[str, tuple[Any, Any, str]]]
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)

@@ -6,7 +6,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -166,27 +166,27 @@ class CacheBuilder:
         self._check_room(absent)
         self.folder.mkdir(parents=True, exist_ok=True)
         busy = f"{self.folder}: part {number}/{count} is being built by another process."
-        lock = self.folder / f".part-{number}-of-{count}.lock"
-        with locked(lock, busy):
+        scratch = self.folder / f".part-{number}-of-{count}"
+        scratch.mkdir(exist_ok=True)
+        with locked(scratch, busy):
+            for leftover in scratch.iterdir():  # of a kill
+                leftover.unlink()
             with locked(self.folder):
                 self._check_folder()
                 if not (self.folder / "index.json").exists():
                     self._index.write(self.folder)
-            summary = self._build(mine, f"{number}-of-{count}", advance)
-            lock.unlink(missing_ok=True)
+            summary = self._build(mine, scratch, advance)
+            scratch.rmdir()
         return summary
 
-    def _build(self, mine: range, part: str, advance: Callable[[int, bool], None]) -> CacheSummary:
+    def _build(self, mine: range, scratch: Path, advance: Callable[[int, bool], None]) -> CacheSummary:
         started, num_built = time.monotonic(), 0
-        for leftover in self.folder.glob(f".*.{part}.tmp"):  # of a kill; the part is ours
-            leftover.unlink()
         for shard in mine:
             reused = self._is_done(shard)
             if not reused:
                 documents = [self._documents[number] for number in self.layout.documents(shard)]
                 rows = [compute(self.target, self.identity, ids).cpu() for ids in documents]
-                path = self._path(shard)
-                write_shard(path, self.identity, documents, rows, path.with_name(f".{path.name}.{part}.tmp"))
+                write_shard(self._path(shard), self.identity, documents, rows, scratch)
                 num_built += 1
             advance(self.layout.num_tokens([shard]), reused)
         seconds = time.monotonic() - started
@@ -197,14 +197,8 @@ class CacheBuilder:
             entries = list_shards(self.folder, self.layout)
             if entries is not None:
                 num_bytes = sum(entry["num_bytes"] for entry in entries)
-                CacheIndex(
-                    self.identity,
-                    CacheIndex.read(self.folder).target,
-                    self._index.rendering,
-                    self._index.content,
-                    num_bytes,
-                    entries,
-                ).write(self.folder)
+                begun = CacheIndex.read(self.folder)  # whose words on target and rendering stay
+                replace(begun, num_bytes=num_bytes, shards=entries).write(self.folder)
         return CacheSummary(
             str(self.folder),
             len(every),

@@ -6,8 +6,11 @@ import heapq
 import logging
 import os
 import re
+import shutil
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from treespark.target.loading import cache_folder
 
 _log = logging.getLogger(__name__)
 _STALE = 3600  # seconds after which an unfinished file has no writer any more
-_OURS = re.compile(r"[0-9a-f]{16}/[0-9a-f]{2}/\.?[0-9a-f]{64}\..+")  # nothing else in the folder is ever deleted
+_OURS = re.compile(r"[0-9a-f]{16}/[0-9a-f]{2}/[0-9a-f]{64}\.safetensors")  # nothing else in the folder is ever deleted
 
 
 class Hybrid(Stored):
@@ -126,7 +129,8 @@ class DocumentFolder:
         self._started = time.time_ns()
         self._verified: set[bytes] = set()
         self._is_full = self._has_warned = False
-        root.mkdir(parents=True, exist_ok=True)
+        self._unfinished = root / ".unfinished"
+        self._unfinished.mkdir(parents=True, exist_ok=True)
         with locked(root / ".lock"):
             self._scan()
             self._make_room(0)  # the limit may have been lowered
@@ -172,17 +176,17 @@ class DocumentFolder:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Written aside first, so that other processes wait for a rename only.
-            aside = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
-            write_shard(aside, self.identity, [ids], [rows], aside.with_suffix(".part"))
-            with locked(self.root / ".lock"):
-                if path.exists():  # another process was faster
-                    aside.unlink()
-                    return
-                size = aside.stat().st_size
-                self._make_room(size)
-                self._counter.write_text(str(self.usage() + size))
-                aside.replace(path)
+            with tempfile.TemporaryDirectory(dir=self._unfinished) as scratch:
+                # Written aside first, so that other processes wait for a rename only.
+                aside = Path(scratch) / f"whole-{path.name}"
+                write_shard(aside, self.identity, [ids], [rows], Path(scratch))
+                with locked(self.root / ".lock"):
+                    if path.exists():  # another process was faster
+                        return
+                    size = aside.stat().st_size
+                    self._make_room(size)
+                    self._counter.write_text(str(self.usage() + size))
+                    aside.replace(path)
         except OSError as error:
             self._is_full = True
             _log.warning("Features are computed but no longer kept: %s", error)
@@ -192,18 +196,16 @@ class DocumentFolder:
 
     def _scan(self) -> int:
         """Counts what is there, drops what killed writers left, and returns the bytes."""
-        self._oldest, now = [], time.time()
-        for path in self.root.glob("*/*/*"):
-            if not _OURS.fullmatch(path.relative_to(self.root).as_posix()):
-                continue
-            try:
-                state = path.stat()
-                if path.suffix == ".safetensors":
+        for left in self._unfinished.iterdir():
+            with suppress(FileNotFoundError):
+                if time.time() - left.stat().st_mtime > _STALE:
+                    shutil.rmtree(left, ignore_errors=True)
+        self._oldest = []
+        for path in self.root.glob("*/*/*.safetensors"):
+            if _OURS.fullmatch(path.relative_to(self.root).as_posix()):
+                with suppress(FileNotFoundError):
+                    state = path.stat()
                     self._oldest.append((state.st_mtime_ns, str(path), state.st_size))
-                elif path.name.startswith(".") and now - state.st_mtime > _STALE:
-                    path.unlink()
-            except FileNotFoundError:
-                continue
         heapq.heapify(self._oldest)
         total = sum(size for _, _, size in self._oldest)
         self._counter.write_text(str(total))

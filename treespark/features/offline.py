@@ -50,7 +50,9 @@ class Offline(Stored):
         self._shards = [Shard(folder / entry["file"]) for entry in index.shards]
         for number, shard in enumerate(self._shards):
             if shard.identity != index.identity or shard.sha256 != index.shards[number]["sha256"]:
-                raise ValueError(f"{shard.path} is not the shard that the index names. Run treespark cache build again.")
+                raise ValueError(
+                    f"{shard.path} is not the shard that the index names. Run treespark cache build again."
+                )
         self._places = {
             key: (number, place) for number, shard in enumerate(self._shards) for place, key in enumerate(shard.keys)
         }

@@ -58,7 +58,7 @@ def split(stored: Tensor, hidden_size: int) -> TargetFeatures:
 
 
 def write_shard(
-    path: Path, identity: FeatureIdentity, documents: Sequence[Tensor], rows: Sequence[Tensor], temporary: Path
+    path: Path, identity: FeatureIdentity, documents: Sequence[Tensor], rows: Sequence[Tensor], scratch: Path
 ) -> None:
     """Writes a shard beside its place and renames it: it is there whole or not at all.
 
@@ -69,7 +69,7 @@ def write_shard(
         identity: Of the features.
         documents: Token ids [S] of each document.
         rows: Features [S, (m + 1) * H] of each document.
-        temporary: File in the same folder to write first; no other process may use it.
+        scratch: Folder on the same disk for unfinished files (the library leaves some of its own after a kill).
     """
     from safetensors.torch import save_file
 
@@ -87,7 +87,9 @@ def write_shard(
         "sha256": _checksum(keys, tensors["lengths"], tensors["features"]),
     }
     # One metadata entry: the library writes several in any order, and equal content must be equal bytes.
-    write_whole(path, temporary, lambda place: save_file(tensors, place, {"treespark": json.dumps(header)}))
+    write_whole(
+        path, scratch / f"new-{path.name}", lambda place: save_file(tensors, place, {"treespark": json.dumps(header)})
+    )
 
 
 def write_whole(path: Path, temporary: Path, write: Callable[[Path], Any]) -> None:

@@ -134,7 +134,7 @@ class CacheIndex:
         """Puts the index in place at once; the caller holds the folder's lock."""
         fields = {"format": FORMAT} | asdict(self) | {"identity": self.identity.to_dict()}
         text = json.dumps(fields, indent=1, ensure_ascii=False) + "\n"
-        write_whole(folder / INDEX, folder / f".{INDEX}.tmp", lambda place: place.write_text(text, encoding="utf-8"))
+        write_whole(folder / INDEX, folder / f".{INDEX}", lambda place: place.write_text(text, encoding="utf-8"))
 
     @property
     def is_complete(self) -> bool:
@@ -168,9 +168,10 @@ class CacheIndex:
         """
         parts = [
             self.identity.differences(here.identity),
-            self.rendering_differences(here.rendering),
             describe_differences({key: (self.content[key], here.content[key]) for key in _CONTENT}, _CONTENT),
         ]
+        if self.content["documents_sha256"] != here.content["documents_sha256"]:  # else another template is no matter
+            parts.append(self.rendering_differences(here.rendering))
         if difference := ", ".join(part for part in parts if part):
             raise ValueError(
                 f"{folder} holds a feature cache that was built for something else: it differs in {difference}. Give "
@@ -249,7 +250,6 @@ def locked(path: Path, refusal: str = "") -> Iterator[None]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int | IO[bytes]]:
-    import os
 
     if not path.is_dir():
         with path.open("ab") as stream:
