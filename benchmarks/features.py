@@ -5,6 +5,7 @@
 The sources take turns, step by step, on the same batches, so that a busy machine slows all of them alike. Times are
 medians over the batches. A step is forward, losses, backward and optimiser. The target's share is the time that its
 forward pass takes inside an online step; saved is what an offline step takes less than an online one, of that share.
+The cache was just written, so the system may still hold it in memory; one that is larger reads at the disk's speed.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def measure(
         "offline_speedup": round(sum(a[0] for a, _ in pairs) / sum(b[0] for _, b in pairs), 3),
         "planned_bytes": plan.num_bytes,
         "built_bytes": summary.num_bytes,
-        "plan_error": round(plan.num_bytes / summary.num_bytes - 1, 5),
+        "plan_error": round(abs(plan.num_bytes / summary.num_bytes - 1), 5),
         "planned_seconds": round(plan.seconds, 1),
         "built_seconds": round(summary.seconds, 1),
         "threads": threads,

@@ -127,7 +127,8 @@ class Shard:
         self.path = path
         try:
             self.num_bytes = path.stat().st_size
-            self._file: Any = safe_open(path, framework="pt")
+            opened: Any = safe_open  # the library's methods are untyped
+            self._file: Any = opened(path, framework="pt")
             header = json.loads((self._file.metadata() or {})["treespark"])
             self.identity = FeatureIdentity.from_dict(header["identity"])
             self.sha256, self.format = str(header["sha256"]), header["format"]
@@ -160,5 +161,5 @@ class Shard:
 def _checksum(*tensors: Tensor) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
-        digest.update(tensor.contiguous().view(torch.uint8).numpy())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -139,7 +139,7 @@ class CacheIndex:
     @property
     def is_complete(self) -> bool:
         """Whether every shard is there and listed."""
-        return len(self.shards) == self.content["num_shards"]
+        return bool(len(self.shards) == self.content["num_shards"])
 
     def check_complete(self, folder: Path) -> None:
         """Refuses a cache that is not finished.
