@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "treespark"
 FLOORS: list[set[str]] = [
     {"registry", "tree", "selection", "environment"},
     {"policies", "target"},
-    {"drafters", "replay"},
+    {"drafters", "features", "replay"},
     {"blocks"},
     {"losses", "metrics"},
     {"data", "decoding", "export", "tracking", "objective"},

@@ -19,6 +19,11 @@ COMMANDS = {
     "test": ("training", "run", "The test file: the same metrics, then live decoding: --config R --ckpt_path C"),
     "mix": ("functions", "run", "A prompt file drawn from sources by weight, without what evaluation suites hold"),
     "generate": ("functions", "run", "The target's own answers to a prompt file, as training and validation data"),
+    "cache": (
+        "caching",
+        "run",
+        "The target's features on disk: cache plan or build --config R --output D, cache verify D",
+    ),
     "bench": ("functions", "run", "Compare plain, chain and tree decoding on prompt files"),
     "export": ("functions", "run", "Write a drafter for other engines: deepspec, speculators or specforge"),
     "list": ("listing", "run", "Registered losses, policies and drafters, one line each"),

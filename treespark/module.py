@@ -16,15 +16,16 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from treespark.blocks import DraftBlocks, Labels, make_labels
-from treespark.data import MicroBatch
+from treespark.data import DraftingData, MicroBatch
 from treespark.drafters import Drafter
 from treespark.drafters.warm_start import start_from_drafter, start_from_target
 from treespark.environment import environment
+from treespark.features import FeatureSource, Online
 from treespark.losses import LossTerm
 from treespark.metrics import ValidationMetrics
 from treespark.objective import Drafted, Objective
 from treespark.policies import TreePolicy
-from treespark.target import FeatureMemory, Target, TargetFeatures, TargetSpec, check_mask_token
+from treespark.target import Target, TargetFeatures, TargetSpec, check_mask_token
 
 
 class DraftingModule(LightningModule):
@@ -47,8 +48,9 @@ class DraftingModule(LightningModule):
         simulate: Measure acceptance in validation by simulated rounds. Needs answers that the target itself wrote
             (`treespark generate`).
         max_simulated_rows: At most so many validation rows are simulated; None takes all.
-        feature_memory: GiB for the target's features of training samples, which are then computed in the first epoch
-            only; 0 computes them at every step. What does not fit is computed anew each time.
+        features: Where the target's features of training rows come from: `Online` (None) runs the target at every
+            step, `Offline` reads a cache of `treespark cache build`, `Hybrid` computes once and keeps. Validation and
+            test always run the target.
         init_from: Folder or hub id of a drafter, in any format, to train further. Its weights are loaded where they
             fit; a line says what was not.
         init_from_target_layers: Layers of the target, one for each drafter layer, that the drafter's start from.
@@ -69,7 +71,7 @@ class DraftingModule(LightningModule):
         target_revision: str | None = None,
         simulate: bool = True,
         max_simulated_rows: int | None = None,
-        feature_memory: float = 0.0,
+        features: FeatureSource | None = None,
         init_from: str | None = None,
         init_from_target_layers: list[int] | None = None,
     ) -> None:
@@ -84,7 +86,7 @@ class DraftingModule(LightningModule):
         self.objective = Objective(losses, chunk_anchors)
         self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, betas
         self.warmup_ratio, self.simulate, self.max_simulated_rows = warmup_ratio, simulate, max_simulated_rows
-        self.feature_memory = feature_memory
+        self.feature_source = features or Online()
         self._provenance: dict[str, Any] | None = None
         self.target: Target
         self.drafter: Drafter
@@ -123,7 +125,6 @@ class DraftingModule(LightningModule):
         if self._trainer is None or self._trainer.state.fn == "fit":
             self._warm_start(drafter, target)
         self.target, self.drafter = target, drafter
-        self._memory = FeatureMemory(target, drafter.layer_ids, int(self.feature_memory * 2**30))
         self.metrics = ValidationMetrics(
             drafter.block_size, [term.name for term in self.objective.terms], drafter.has_confidence
         )
@@ -157,12 +158,16 @@ class DraftingModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_fit_start(self) -> None:
-        """Refuses trainer settings that would change what a step means."""
+        """Refuses trainer settings that would change what a step means, and documents whose features are missing."""
         if self.trainer.accumulate_grad_batches != 1:
             raise ValueError(
                 f"trainer.accumulate_grad_batches is {self.trainer.accumulate_grad_batches}, but it averages "
                 "micro-batches of unequal weight. Leave it at 1 and set data.micro_batches instead."
             )
+        self.feature_source.open(self.target, self.drafter.layer_ids)
+        data = getattr(self.trainer, "datamodule", None)
+        if isinstance(data, DraftingData):
+            self.feature_source.check((sample.ids for sample in data.samples("train")), data.rendering)
 
     # Training -------------------------------------------------------------------------------------------------------
 
@@ -201,9 +206,11 @@ class DraftingModule(LightningModule):
         return rows, batch.anchors[rows, columns]
 
     def _features(self, batch: MicroBatch) -> TargetFeatures:
-        """The target's features of a micro-batch: one forward, or from memory in training."""
-        if self.training and self.feature_memory:
-            return self._memory.features(batch.input_ids, batch.attention_mask, batch.position_ids, batch.sample_ids)
+        """The target's features of a micro-batch: one forward; in training as `features` says."""
+        if self.training:
+            # A row that only fills up a process's share holds no document.
+            documents = batch.document_ids.masked_fill((batch.sample_ids < 0).unsqueeze(1), -1)
+            return self.feature_source.features(batch.input_ids, documents, batch.position_ids)
         return self.target.features(batch.input_ids, self.drafter.layer_ids, batch.attention_mask, batch.position_ids)
 
     def _draft(self, batch: MicroBatch, labels: Labels, features: TargetFeatures) -> Drafted:

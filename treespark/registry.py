@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import Self
 
-_HOMES = ("treespark.losses", "treespark.policies", "treespark.drafters")
+_HOMES = ("treespark.losses", "treespark.policies", "treespark.drafters", "treespark.features")
 _FORMATS = "treespark.export"  # a higher room than the drafters, which ask for it by name when a file is read
 
 
@@ -24,7 +24,7 @@ def unknown(kind: str, name: str, choices: Iterable[str]) -> ValueError:
 
 
 def load_all() -> None:
-    """Imports the rooms that hold the built-in losses, policies and drafters, so that they are registered."""
+    """Imports the rooms that hold what is built in, so that it is registered."""
     for home in _HOMES:
         importlib.import_module(home)
 

@@ -21,6 +21,7 @@ _BASES = {
     "model.drafter": ("treespark.drafters", "Drafter"),
     "model.policy": ("treespark.policies", "TreePolicy"),
     "model.losses": ("treespark.losses", "LossTerm"),
+    "model.features": ("treespark.features", "FeatureSource"),
 }
 # The same for Lightning's own, with the one that tracking adds.
 _LIBRARIES = {

@@ -135,7 +135,7 @@ def run(name: str, argv: list[str]) -> int:
         ValueError: For a wrong option, class or configuration, worded for the user.
     """
     registry.load_all()
-    _quieten()
+    quieten()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         cli = DraftingCLI(
@@ -160,7 +160,7 @@ def run(name: str, argv: list[str]) -> int:
     return cli.exit_code
 
 
-def _quieten() -> None:
+def quieten() -> None:
     """Drops remarks of Lightning that are wrong here: a frozen target is meant, as are loaders without processes."""
     for message in ("does not have many workers", "in eval mode at the start of training", "LeafSpec.*deprecated"):
         warnings.filterwarnings("ignore", message=f".*{message}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -115,6 +116,12 @@ class DraftingData(LightningDataModule):
         if role not in self._sources and spec:
             self._sources[role] = open_source(spec)
         return self._sources.get(role)
+
+    @property
+    def rendering(self) -> dict[str, Any]:
+        """What the tokens of a conversation depend on: the template (with its options) as a hash, and the length."""
+        template = f"{self.encoder.tokenizer.chat_template} {sorted(self.chat_template_kwargs.items())}"
+        return {"chat_template": hashlib.sha256(template.encode()).hexdigest(), "max_length": self.max_length}
 
     def samples(self, role: str) -> Sequence[Sample]:
         """The tokenised samples of ``"train"``, ``"val"`` or ``"test"``, read once.

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from treespark.target.loading import KNOWN_TARGETS, load_tokenizer, resolve
-from treespark.target.memory import FeatureMemory
 from treespark.target.model import Target, TargetFeatures, TargetOutput
 from treespark.target.spec import TargetSpec, check_mask_token, default_mask_token
 
 __all__ = [
     "KNOWN_TARGETS",
-    "FeatureMemory",
     "Target",
     "TargetFeatures",
     "TargetOutput",
