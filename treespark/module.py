@@ -185,8 +185,20 @@ class DraftingModule(LightningModule):
         logged |= {f"train/{name}": item for name, item in value.diagnostics.items() if torch.isfinite(item)}
         self.log_dict({key: item.float() for key, item in logged.items()})
         self.log("train/loss", value.loss.detach().float() / self.trainer.world_size, prog_bar=True)
-        self.log("train/num_anchors", float(sum(len(item) for item in labels)))
+        self._log_sizes(batch)
         return value.loss
+
+    def _log_sizes(self, batch: list[MicroBatch]) -> None:
+        """Logs the anchors and tokens of a step over all processes, and the share of its places that only pad."""
+        counts = torch.zeros(3, device=self.device, dtype=torch.long)
+        for part in batch:
+            tokens = part.attention_mask[part.sample_ids >= 0].sum()
+            counts += torch.stack([part.anchor_mask.sum(), tokens, tokens.new_tensor(part.input_ids.numel())])
+        counts = self.trainer.strategy.reduce(counts, reduce_op="sum")
+        num_anchors, num_tokens, num_places = counts.float().unbind()
+        self.log("train/num_anchors", num_anchors)
+        self.log("train/num_tokens", num_tokens)
+        self.log("train/padding_share", 1 - num_tokens / num_places)
 
     def _labels(self, batch: MicroBatch) -> Labels:
         rows, anchors = self._anchors(batch)
@@ -203,7 +215,8 @@ class DraftingModule(LightningModule):
     def _features(self, batch: MicroBatch) -> TargetFeatures:
         """The target's features of a micro-batch: one forward, or from memory in training."""
         if self.training and self.feature_memory:
-            return self._memory.features(batch.input_ids, batch.attention_mask, batch.position_ids, batch.sample_ids)
+            samples = batch.document_samples
+            return self._memory.features(batch.input_ids, batch.attention_mask, batch.position_ids, samples)
         return self.target.features(batch.input_ids, self.drafter.layer_ids, batch.attention_mask, batch.position_ids)
 
     def _draft(self, batch: MicroBatch, labels: Labels, features: TargetFeatures) -> Drafted:
@@ -243,6 +256,7 @@ class DraftingModule(LightningModule):
     def _simulate(self, batch: MicroBatch, features: TargetFeatures) -> None:
         from treespark.decoding import simulate
 
+        assert batch.document_samples.shape[1] == 1, "rounds follow one text a row; validation data is never packed"
         rows = (batch.sample_ids >= 0).nonzero()[:, 0]  # the others fill up a process's share
         if self.max_simulated_rows is not None:
             rows = rows[: max(0, self.max_simulated_rows - self.metrics.num_simulated)]

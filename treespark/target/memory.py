@@ -5,6 +5,7 @@ Shapes: R rows, S sequence, H hidden, m tapped layers.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -16,8 +17,8 @@ from treespark.target.model import Target, TargetFeatures
 class FeatureMemory:
     """Target features by sample in the host's memory, up to a limit; what does not fit is computed anew each time.
 
-    Each sample is computed by itself, without padding, so that its features do not depend on the batch that it came
-    with, and a resumed training sees the same numbers.
+    Each sample is computed by itself, without padding or neighbours in its row, so that its features do not depend on
+    the batch that it came with, and a resumed training sees the same numbers.
 
     Args:
         target: The target.
@@ -36,14 +37,20 @@ class FeatureMemory:
         Args:
             input_ids: [R, S] token ids.
             attention_mask: [R, S] True on tokens.
-            position_ids: [R, S].
-            ids: [R] sample of each row; -1 is never kept.
+            position_ids: [R, S]; where it restarts inside a row, the next document begins.
+            ids: [R] sample of each row, or [R, D] of each document of a row; -1 is never kept.
         """
         lengths = attention_mask.sum(1).tolist()
-        rows = [
-            self._row(sample, input_ids[row : row + 1, :length], position_ids[row : row + 1, :length])
-            for row, (sample, length) in enumerate(zip(ids.tolist(), lengths, strict=True))
-        ]
+        rows = []
+        for row, (samples, length) in enumerate(zip(ids.view(len(lengths), -1).tolist(), lengths, strict=True)):
+            positions = position_ids[row, :length]
+            starts = (torch.diff(positions) != 1).nonzero()[:, 0] + 1
+            edges = [0, *starts.tolist(), length]
+            parts = [
+                self._row(sample, input_ids[row : row + 1, start:stop], positions[start:stop].unsqueeze(0))
+                for sample, (start, stop) in zip(samples, itertools.pairwise(edges), strict=False)
+            ]
+            rows.append([torch.cat(part) for part in zip(*parts, strict=True)])
         context, final = (
             torch.nn.utils.rnn.pad_sequence(list(part), batch_first=True) for part in zip(*rows, strict=True)
         )
