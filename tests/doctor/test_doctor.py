@@ -205,6 +205,18 @@ def test_features_that_decoding_does_not_see(folder: Path, monkeypatch: pytest.M
     assert {"logits", "features"} <= errors(examined(folder)).keys()
 
 
+def test_a_packed_rows_last_document_is_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the boundary between documents, the second one of a row would see the first: that is found."""
+    inner = Target.features
+
+    def unbounded(self: Target, ids: Any, layers: Any, mask: Any = None, positions: Any = None) -> TargetFeatures:
+        return inner(self, ids, layers, mask)
+
+    monkeypatch.setattr(Target, "features", unbounded)
+    assert "features" in errors(examined(folder, data={"packing": True, "max_length": 128}))
+    assert examined(folder).errors == []  # one document a row needs none
+
+
 def test_decoded_features_are_those_of_the_whole_text(folder: Path) -> None:
     """Float64: prefill of 4 tokens, then 7 one by one, against one forward."""
     target = Target.load(str(folder / "target"), dtype="float64")

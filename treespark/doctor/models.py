@@ -73,11 +73,15 @@ def examine_drafter(report: Report, module: DraftingModule, target: Target) -> D
     return None
 
 
-def first_document(batch: MicroBatch) -> tuple[Tensor, int]:
-    """The first document of a micro-batch, at most its first tokens: ids [1, S], and how many a prefill takes."""
-    length = int((batch.document_ids[0] == 0).sum())
-    ids = batch.input_ids[:1, : min(length, _PREFIX + _STEPS)]
-    return ids, max(1, ids.shape[1] - _STEPS)
+def last_document(batch: MicroBatch) -> slice:
+    """Where the last document of a micro-batch's first row stands, which others precede in a packed row.
+
+    Of a long one, the beginning.
+    """
+    documents = batch.document_ids[0]
+    places = (documents == documents.max()).nonzero()[:, 0]
+    start, length = int(places[0]), len(places)
+    return slice(start, start + min(length, _PREFIX + _STEPS))
 
 
 @torch.no_grad()
@@ -90,9 +94,10 @@ def examine_features(report: Report, module: DraftingModule, batch: MicroBatch, 
         batch: A micro-batch of training.
         features: What the module takes for it.
     """
-    target, (ids, prefill) = module.target, first_document(batch)
+    target, here = module.target, last_document(batch)
+    ids, final, context = batch.input_ids[:1, here], features.final[:1, here], features.context[:1, here]
     length = ids.shape[1]
-    final, context = features.final[:1, :length], features.context[:1, :length]
+    prefill = max(1, length - _STEPS)
     limit = max(1e-3, 16 * torch.finfo(target.dtype).eps)
     expected = target.model(input_ids=ids, use_cache=False).logits.float()
     _compare(
