@@ -130,6 +130,7 @@ WRONG = [  # words of a call, what the line must say
     (["fitt"], "Unknown subcommand 'fitt'. Did you mean: fit?"),
     (["list", "polices"], "Unknown kind 'polices'. Did you mean: policies?"),
     (["fit"], "model.target is missing"),
+    (["doctor", "--config", "option.yaml"], "model.drafter: Unknown option 'num_layer'. Did you mean: num_layers?"),
     (["fit", "--config", "nosuch.yaml"], "config: File does not exist"),
     (["fit", "--config", "broken.yaml"], "Problems parsing config"),
     (["fit", "--config", "stray.yaml"], "Unknown option 'modle'. Did you mean: model?"),

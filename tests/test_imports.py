@@ -21,6 +21,7 @@ FLOORS: list[set[str]] = [
     {"data", "decoding", "export", "tracking", "objective"},
     {"bench", "generation"},
     {"module"},
+    {"doctor"},
     {"cli", "commands", "__main__"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

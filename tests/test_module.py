@@ -86,11 +86,17 @@ class Losses(Callback):
         self.values.append(outputs["loss"].detach())
 
 
-def test_six_steps_equal_three_resumed_and_three(target: str, answers: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sizes", [{}, {"packing": True, "max_length": 110, "micro_batches": 1, "anchors_per_step": 9}], ids=["", "packed"]
+)
+def test_six_steps_equal_three_resumed_and_three(
+    target: str, answers: str, tmp_path: Path, sizes: dict[str, Any]
+) -> None:
     """Bitwise on the CPU, step 3 lying inside an epoch of 4 steps: weights, losses, anchors and learning rate."""
+    assert len(data(target, answers, **sizes).train_dataloader()) == 4
     straight, first, second = Losses(), Losses(), Losses()
     whole = seeded(lambda: module(target))
-    trainer(tmp_path / "a", max_steps=6, callbacks=[straight]).fit(whole, data(target, answers))
+    trainer(tmp_path / "a", max_steps=6, callbacks=[straight]).fit(whole, data(target, answers, **sizes))
 
     class StopAtThree(Callback):
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
@@ -99,11 +105,11 @@ def test_six_steps_equal_three_resumed_and_three(target: str, answers: str, tmp_
                 trainer.should_stop = True
 
     part = seeded(lambda: module(target))
-    trainer(tmp_path / "b", max_steps=6, callbacks=[first, StopAtThree()]).fit(part, data(target, answers))
+    trainer(tmp_path / "b", max_steps=6, callbacks=[first, StopAtThree()]).fit(part, data(target, answers, **sizes))
     torch.manual_seed(1)
     resumed = module(target)
     trainer(tmp_path / "c", max_steps=6, callbacks=[second]).fit(
-        resumed, data(target, answers), ckpt_path=tmp_path / "three.ckpt", weights_only=True
+        resumed, data(target, answers, **sizes), ckpt_path=tmp_path / "three.ckpt", weights_only=True
     )
     assert len(straight.values) == 6
     assert torch.equal(torch.stack(straight.values), torch.stack(first.values + second.values))
@@ -250,3 +256,23 @@ def test_losses_and_their_diagnostics_are_logged(target: str, answers: str, tmp_
     assert {key for key in logged if key.startswith("train/loss/")} == {f"train/loss/{name}" for name in names}
     for key in ("train/coverage/active", "train/coverage/capped", "train/survival/path_mass"):
         assert 0 <= logged[key] <= 1
+
+
+def test_steps_log_their_sizes(target: str, answers: str, tmp_path: Path) -> None:
+    """Tokens, anchors and padding of a step with a budget of 10, counted in what the loader hands out.
+
+    Rows of up to 120 tokens hold two answers of about 50: twice the tokens.
+    """
+    found = []
+    for packing in (True, False):
+        made = data(target, answers, batch_size=2, max_length=120, packing=packing, anchors_per_step=10)
+        run = trainer(tmp_path / str(packing), max_steps=1)
+        run.fit(seeded(lambda: module(target)), made)
+        batch = next(iter(made.train_dataloader()))
+        tokens = sum(int(part.attention_mask.sum()) for part in batch)
+        places = sum(part.input_ids.numel() for part in batch)
+        logged = {name: float(value) for name, value in run.callback_metrics.items()}
+        assert logged["train/num_tokens"] == tokens and logged["train/num_anchors"] == 10
+        assert logged["train/padding_share"] == pytest.approx(1 - tokens / places, abs=1e-6)
+        found.append(tokens)
+    assert found[0] > 1.8 * found[1]

@@ -26,6 +26,7 @@ COMMANDS = {
     ),
     "bench": ("functions", "run", "Compare plain, chain and tree decoding on prompt files"),
     "export": ("functions", "run", "Write a drafter for other engines: deepspec, speculators or specforge"),
+    "doctor": ("doctor", "run", "What would ruin a training, before it starts: --config R"),
     "list": ("listing", "run", "Registered losses, policies and drafters, one line each"),
 }
 

@@ -164,8 +164,18 @@ class DraftingModule(LightningModule):
                 f"trainer.accumulate_grad_batches is {self.trainer.accumulate_grad_batches}, but it averages "
                 "micro-batches of unequal weight. Leave it at 1 and set data.micro_batches instead."
             )
+        self.open_features(getattr(self.trainer, "datamodule", None))
+
+    def open_features(self, data: Any) -> None:
+        """Opens the feature source for the composed models.
+
+        Args:
+            data: The datamodule, whose training documents the source is checked for; anything else is not checked.
+
+        Raises:
+            ValueError: When the source belongs to something else, or lacks documents.
+        """
         self.feature_source.open(self.target, self.drafter.layer_ids)
-        data = getattr(self.trainer, "datamodule", None)
         if isinstance(data, DraftingData):
             self.feature_source.check((sample.ids for sample in data.samples("train")), data.rendering)
 
@@ -190,8 +200,20 @@ class DraftingModule(LightningModule):
         logged |= {f"train/{name}": item for name, item in value.diagnostics.items() if torch.isfinite(item)}
         self.log_dict({key: item.float() for key, item in logged.items()})
         self.log("train/loss", value.loss.detach().float() / self.trainer.world_size, prog_bar=True)
-        self.log("train/num_anchors", float(sum(len(item) for item in labels)))
+        self._log_sizes(batch)
         return value.loss
+
+    def _log_sizes(self, batch: list[MicroBatch]) -> None:
+        """Logs the anchors and tokens of a step over all processes, and the share of its places that only pad."""
+        counts = torch.zeros(3, device=self.device, dtype=torch.long)
+        for part in batch:
+            tokens = part.attention_mask[part.sample_ids >= 0].sum()
+            counts += torch.stack([part.anchor_mask.sum(), tokens, tokens.new_tensor(part.input_ids.numel())])
+        counts = self.trainer.strategy.reduce(counts, reduce_op="sum")
+        num_anchors, num_tokens, num_places = counts.float().unbind()
+        self.log("train/num_anchors", num_anchors)
+        self.log("train/num_tokens", num_tokens)
+        self.log("train/padding_share", 1 - num_tokens / num_places)
 
     def _labels(self, batch: MicroBatch) -> Labels:
         rows, anchors = self._anchors(batch)
@@ -250,6 +272,7 @@ class DraftingModule(LightningModule):
     def _simulate(self, batch: MicroBatch, features: TargetFeatures) -> None:
         from treespark.decoding import simulate
 
+        assert batch.document_samples.shape[1] == 1, "rounds follow one text a row; validation data is never packed"
         rows = (batch.sample_ids >= 0).nonzero()[:, 0]  # the others fill up a process's share
         if self.max_simulated_rows is not None:
             rows = rows[: max(0, self.max_simulated_rows - self.metrics.num_simulated)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +16,8 @@ def sample(length: int, *spans: tuple[int, int], own: bool = False) -> Sample:
 
 
 def batch(*rows: list[Sample], num_anchors: int = 8, epoch: int = 0) -> MicroBatch:
-    return collate(rows, list(range(len(rows))), num_anchors=num_anchors, seed=0, epoch=epoch)
+    count = itertools.count()
+    return collate(rows, [[next(count) for _ in row] for row in rows], num_anchors=num_anchors, seed=0, epoch=epoch)
 
 
 def test_documents_of_lengths_5_and_9() -> None:
@@ -85,9 +88,9 @@ def test_draws_do_not_depend_on_the_batch(lengths: list[int], num_anchors: int, 
     samples = [sample(n, (1, n)) for n in lengths]
     order = list(range(len(samples)))
     random.shuffle(order)  # type: ignore[attr-defined]
-    made = collate([[samples[i]] for i in order], order, num_anchors=num_anchors, seed=3, epoch=1)
+    made = collate([[samples[i]] for i in order], [[i] for i in order], num_anchors=num_anchors, seed=3, epoch=1)
     for row, i in enumerate(order):
-        alone = collate([[samples[i]]], [i], num_anchors=num_anchors, seed=3, epoch=1)
+        alone = collate([[samples[i]]], [[i]], num_anchors=num_anchors, seed=3, epoch=1)
         assert made.anchors[row][made.anchor_mask[row]].tolist() == alone.anchors[alone.anchor_mask].tolist()
 
 

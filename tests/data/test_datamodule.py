@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from tests.tiny_text import save_tiny_target
-from treespark.data import DraftingData, MicroBatch
+from treespark.data import BatchLoader, DraftingData, MicroBatch
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +143,22 @@ def test_cut_and_length_limits(target: str, tmp_path: Path, caplog: pytest.LogCa
     assert len(DraftingData(target, train=str(path), max_length=len(data.samples("train")[0])).samples("train")[0])
 
 
+def test_training_packs_and_splits_while_validation_keeps_one_document_a_row(
+    target: str, files: dict[str, str]
+) -> None:
+    """Every token of the ten training answers is in rows of at most 40; validation rows hold one cut answer each."""
+    data = module(target, files, max_length=40, packing=True, long_sequences="split", anchors_per_step=5)
+    whole = sum(len(sample) for sample in module(target, files).samples("train"))
+    rows = [micro for step in data.train_dataloader() for micro in step]
+    assert sum(int(micro.attention_mask[micro.sample_ids >= 0].sum()) for micro in rows) == whole
+    assert max(micro.input_ids.shape[1] for micro in rows) <= 40
+    assert max(micro.document_samples.shape[1] for micro in rows) > 1
+    loader = data.val_dataloader()
+    assert isinstance(loader, BatchLoader)
+    assert all(micro.document_samples.shape[1] == 1 for step in loader for micro in step)
+    assert len(data.samples("val")) == 3
+
+
 def test_setup_reads_what_a_stage_needs(target: str, files: dict[str, str], tmp_path: Path) -> None:
     missing = files | {"test": str(tmp_path / "absent.jsonl")}
     module(target, missing).setup("fit")
@@ -164,6 +180,8 @@ def test_data_hash_and_several_files(target: str, files: dict[str, str]) -> None
         ({"max_length": 2}, "max_length must be at least 3"),
         ({"num_anchors": 0}, "num_anchors must be at least 1"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"anchors_per_step": 0}, "anchors_per_step must be at least 1"),
+        ({"long_sequences": "truncate"}, "long_sequences must be one of cut, split, drop"),
         ({"num_workers": -1}, "num_workers must be at least 0"),
         ({"on_error": "ignore"}, "on_error must be"),
     ],

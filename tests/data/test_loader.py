@@ -34,7 +34,7 @@ def same(a: list[Step], b: list[Step]) -> bool:
 
 
 def ids(step: Step) -> list[int]:
-    return [i for micro in step for i in micro.sample_ids.tolist() if i >= 0]
+    return [i for micro in step for i in micro.document_samples.flatten().tolist() if i >= 0]
 
 
 def test_an_epoch_sees_each_sample_once_and_the_next_one_in_another_order() -> None:
@@ -129,7 +129,7 @@ def test_state_of_other_data_is_refused_and_other_step_sizes_are_said(caplog: py
     other = loader(batch_size=4, seed=6)
     with caplog.at_level(logging.WARNING):
         other.load_state_dict(state)
-    assert "2 samples are seen again" in caplog.text and "data seed 5 instead of 6" in caplog.text
+    assert "2 rows are seen again" in caplog.text and "data seed 5 instead of 6" in caplog.text
     assert len(list(other)) == 2 and other.seed == 5
 
 

@@ -21,8 +21,8 @@ def write(path: Path, lines: list[Any]) -> str:
     return str(path)
 
 
-def load(path: str, on_error: Any = "stop", max_length: int = 64, **kwargs: Any) -> Any:
-    return load_samples([path], ChatEncoder(tiny_tokenizer(), kwargs), max_length, Problems(on_error))
+def load(path: str, on_error: Any = "stop", max_length: int = 64, long: Any = "cut", **kwargs: Any) -> Any:
+    return load_samples([path], ChatEncoder(tiny_tokenizer(), kwargs), max_length, Problems(on_error), long)
 
 
 BAD = [
@@ -115,3 +115,40 @@ def test_hash_depends_on_bytes_and_on_file_boundaries(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", ["1", "2"]), write(tmp_path / "b", ["3"])
     c, d = write(tmp_path / "c", ["1"]), write(tmp_path / "d", ["2", "3"])
     assert hash_files([a, b]) == hash_files([a, b]) != hash_files([c, d])
+
+
+LONG: dict[str, Any] = {"prompt": "hi", "response_ids": [*range(10, 50), 2]}
+
+
+def test_a_long_answer_is_split_into_documents(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The prompt has n tokens, the answer 41; parts of n + 20: the answer's first 20 tokens, then 41 - 20 = 21.
+
+    Together they are the text. Only the first part is what the target would write again from its own start.
+    """
+    whole = load(write(tmp_path / "a.jsonl", [LONG]))[0]
+    n = whole.prompt_length
+    path = write(tmp_path / "b.jsonl", [GOOD, LONG])
+    _, first, second = load(path, max_length=n + 20, long="split")
+    assert [first.spans, second.spans] == [((n, n + 20),), ((0, 21),)]
+    assert [*first.ids.tolist(), *second.ids.tolist()] == whole.ids.tolist()
+    assert (first.own_text, second.own_text) == (True, False) and first.where == second.where == f"{path}:2"
+    assert f"1 of 2 conversations split into 2 documents of at most {n + 20} tokens" in caplog.text
+    assert f"(0 of their {n + 41} tokens are left out)" in caplog.text
+
+
+def test_parts_without_an_anchor_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Parts of n - 1 tokens: the prompt alone, which trains nothing; the prompt's last token and the answer's first."""
+    n = load(write(tmp_path / "a.jsonl", [LONG]))[0].prompt_length
+    parts = load(write(tmp_path / "b.jsonl", [LONG]), max_length=n - 1, long="split")
+    assert parts[0].spans == ((1, n - 1),) and not any(part.own_text for part in parts)
+    num_left_out = n + 41 - sum(len(part) for part in parts)
+    assert num_left_out >= n - 1 and f"({num_left_out} of their {n + 41} tokens are left out)" in caplog.text
+
+
+def test_long_conversations_are_dropped_with_a_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Dropping is no error while something is left."""
+    path = write(tmp_path / "a.jsonl", [GOOD, LONG, GOOD])
+    assert [sample.where for sample in load(path, max_length=40, long="drop")] == [f"{path}:1", f"{path}:3"]
+    assert "1 of 3 conversations longer than 40 tokens dropped" in caplog.text
+    with pytest.raises(DataError, match="no usable line"):
+        load(write(tmp_path / "b.jsonl", [LONG]), max_length=40, long="drop")

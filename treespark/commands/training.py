@@ -134,11 +134,16 @@ def run(name: str, argv: list[str]) -> int:
     Raises:
         ValueError: For a wrong option, class or configuration, worded for the user.
     """
+    return run_cli(DraftingCLI, name, argv, HELP)
+
+
+def run_cli(cli_class: type[DraftingCLI], name: str, argv: list[str], texts: dict[str, str]) -> int:
+    """Runs a command line over our module and data; `texts` has the help of Lightning's subcommands."""
     registry.load_all()
     quieten()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        cli = DraftingCLI(
+        cli = cli_class(
             DraftingModule,
             DraftingData,
             save_config_callback=None,  # RunRecord keeps the configuration, with any logger
@@ -146,7 +151,7 @@ def run(name: str, argv: list[str]) -> int:
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             parser_class=Parser,
-            parser_kwargs={command: {"description": text} for command, text in HELP.items()} | {"prog": "treespark"},
+            parser_kwargs={command: {"description": text} for command, text in texts.items()} | {"prog": "treespark"},
             trainer_defaults={
                 "logger": {"class_path": "treespark.tracking.Tracking"},
                 "gradient_clip_val": 1.0,

@@ -6,7 +6,7 @@ Shapes: R rows, S sequence, A anchors per row. Masks: True = keep.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -30,6 +30,7 @@ class MicroBatch:
         sample_ids: [R] long, index into the data set (of a row's first document); -1 for a row that only pads.
         prompt_lengths: [R] long, start of the last supervised span.
         own_text: [R] bool, the answer is the target's own greedy text, known token for token.
+        document_samples: [R, D] long, index into the data set of each document of a row, filled up with -1.
     """
 
     input_ids: Tensor
@@ -42,6 +43,7 @@ class MicroBatch:
     sample_ids: Tensor
     prompt_lengths: Tensor
     own_text: Tensor
+    document_samples: Tensor
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
         """A copy on another device."""
@@ -102,17 +104,23 @@ def seeded_generator(*key: int | str) -> torch.Generator:
 
 
 def collate(
-    rows: Sequence[Sequence[Sample]], sample_ids: Sequence[int], *, num_anchors: int, seed: int, epoch: int
+    rows: Sequence[Sequence[Sample]],
+    sample_ids: Sequence[Sequence[int]],
+    *,
+    num_anchors: int | Mapping[int, int],
+    seed: int,
+    epoch: int,
 ) -> MicroBatch:
     """Pad rows into one micro-batch and draw their anchors.
 
     A row is a list of documents that follow each other; an empty row pads the batch: a single unsupervised token.
-    The anchor axis is as long as the row with most anchors needs, at least 1 and at most ``num_anchors``.
+    Anchors are drawn in each document by itself, so that packing does not change them. The anchor axis is as long as
+    the row with most anchors needs, at least 1.
 
     Args:
         rows: documents of each row.
-        sample_ids: [R] index of each row's first document in the data set.
-        num_anchors: the most anchors per row.
+        sample_ids: index of each of these documents in the data set.
+        num_anchors: the most anchors per document; or each document's own number, by its index.
         seed: the run's seed.
         epoch: counted from 0.
     """
@@ -124,23 +132,29 @@ def collate(
     loss_mask = torch.zeros(num_rows, length, dtype=torch.bool)
     prompt_lengths = torch.ones(num_rows, dtype=torch.long)
     own_text = torch.zeros(num_rows, dtype=torch.bool)
-    for r, row in enumerate(rows):
+    document_samples = torch.full((num_rows, max([1, *map(len, rows)])), -1)
+    drawn: list[Tensor] = []
+    for r, (row, ids) in enumerate(zip(rows, sample_ids, strict=True)):
         offset = 0
+        anchors_of_row = [torch.zeros(0, dtype=torch.long)]
         if not row:
             document_ids[r, 0] = 0  # one visible token: a row without any would attend to nothing
-        for document, sample in enumerate(row):
+        for document, (sample, sample_id) in enumerate(zip(row, ids, strict=True)):
             here = slice(offset, offset + len(sample))
             input_ids[r, here] = sample.ids.long()
             document_ids[r, here] = document
             position_ids[r, here] = torch.arange(len(sample))
             for start, stop in sample.spans:
                 loss_mask[r, offset + start : offset + stop] = True
+            most = num_anchors if isinstance(num_anchors, int) else num_anchors[sample_id]
+            eligible = eligible_anchors(loss_mask[r, here], document_ids[r, here])
+            anchors_of_row.append(offset + sample_anchors(eligible, most, seed, epoch, sample_id))
             prompt_lengths[r] = offset + sample.prompt_length
             own_text[r] = sample.own_text
+            document_samples[r, document] = sample_id
             offset += len(sample)
+        drawn.append(torch.cat(anchors_of_row))
 
-    eligible = eligible_anchors(loss_mask, document_ids)
-    drawn = [sample_anchors(eligible[r], num_anchors, seed, epoch, sample_ids[r]) for r in range(num_rows)]
     width = max([1, *(row.numel() for row in drawn)])
     anchors = torch.zeros(num_rows, width, dtype=torch.long)
     anchor_mask = torch.zeros(num_rows, width, dtype=torch.bool)
@@ -155,7 +169,8 @@ def collate(
         position_ids=position_ids,
         anchors=anchors,
         anchor_mask=anchor_mask,
-        sample_ids=torch.tensor(list(sample_ids), dtype=torch.long),
+        sample_ids=document_samples[:, 0].clone(),
         prompt_lengths=prompt_lengths,
         own_text=own_text,
+        document_samples=document_samples,
     )

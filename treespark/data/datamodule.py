@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from lightning.pytorch import LightningDataModule
 
 from treespark.data.loader import BatchLoader, TrainLoader
 from treespark.data.mixture import SourceSpec, hash_sources, open_source
 from treespark.data.prompts import OnError, Problems
-from treespark.data.samples import Sample, load_samples
+from treespark.data.samples import LongSequences, Sample, load_samples
 from treespark.data.sources import PromptSource
 from treespark.data.template import ChatEncoder, template_sha256
 
@@ -27,8 +27,14 @@ class DraftingData(LightningDataModule):
             YAML file that holds one.
         val: JSONL file with answers that the target wrote (``treespark generate``), or None.
         test: likewise, for ``treespark test``.
-        max_length: tokens per sequence; longer answers are cut.
-        num_anchors: anchors drawn per sequence and epoch.
+        max_length: tokens per sequence, and per row with ``packing``.
+        long_sequences: what training does with longer ones, each way with a count in the log: ``cut`` the answer,
+            ``split`` them into documents of their own, or ``drop`` them. Validation and test always cut.
+        packing: whether rows of training hold several documents, as many as fit; their losses are those of documents
+            apart. Validation and test keep one document a row, since simulated rounds follow one text.
+        num_anchors: anchors drawn per document and epoch.
+        anchors_per_step: training anchors per optimiser step over all processes, in place of ``num_anchors``: each
+            document of the step gets a share in proportion to its supervised tokens. None leaves it at ``num_anchors``.
         batch_size: rows per micro-batch.
         micro_batches: micro-batches per optimiser step and process.
         val_batch_size: rows per validation or test batch; as ``batch_size`` if not given.
@@ -48,7 +54,10 @@ class DraftingData(LightningDataModule):
         val: str | None = None,
         test: str | None = None,
         max_length: int = 2048,
+        long_sequences: LongSequences = "cut",
+        packing: bool = False,
         num_anchors: int = 64,
+        anchors_per_step: int | None = None,
         batch_size: int = 4,
         micro_batches: int = 1,
         val_batch_size: int | None = None,
@@ -61,6 +70,7 @@ class DraftingData(LightningDataModule):
         for name, value, least in (
             ("max_length", max_length, 3),
             ("num_anchors", num_anchors, 1),
+            ("anchors_per_step", 1 if anchors_per_step is None else anchors_per_step, 1),
             ("batch_size", batch_size, 1),
             ("micro_batches", micro_batches, 1),
             ("val_batch_size", val_batch_size or batch_size, 1),
@@ -69,12 +79,19 @@ class DraftingData(LightningDataModule):
             if value < least:
                 raise ValueError(f"data.{name} must be at least {least}, got {value}.")
         Problems(on_error)  # checks the word
+        if long_sequences not in get_args(LongSequences):
+            raise ValueError(
+                f"data.long_sequences must be one of {', '.join(get_args(LongSequences))}, got {long_sequences!r}."
+            )
         self.target = target
         self.train = train
         self.val = val
         self.test = test
         self.max_length = max_length
+        self.long_sequences: LongSequences = long_sequences
+        self.packing = packing
         self.num_anchors = num_anchors
+        self.anchors_per_step = anchors_per_step
         self.batch_size = batch_size
         self.micro_batches = micro_batches
         self.val_batch_size = val_batch_size or batch_size
@@ -138,7 +155,8 @@ class DraftingData(LightningDataModule):
                     f"data.{role} names no file. Give a JSONL file with answers (treespark generate writes them)."
                 )
             problems = Problems(self.on_error)
-            self._samples[role] = load_samples([source], self.encoder, self.max_length, problems)
+            long_sequences = self.long_sequences if role == "train" else "cut"
+            self._samples[role] = load_samples([source], self.encoder, self.max_length, problems, long_sequences)
             self.num_skipped += len(problems.errors)
         return self._samples[role]
 
@@ -155,6 +173,8 @@ class DraftingData(LightningDataModule):
         return TrainLoader(
             samples,
             data_hash=self._sources["train"].sha256,
+            pack_length=self.max_length if self.packing else None,
+            anchors_per_step=self.anchors_per_step,
             num_anchors=self.num_anchors,
             batch_size=self.batch_size,
             micro_batches=self.micro_batches,

@@ -205,12 +205,9 @@ class Target(nn.Module):
             if attention_mask is not None:
                 steps = steps & real[:, 1:]
             if bool(steps.any()):
-                # Several documents in a row: causal, and inside one document only.
-                document = torch.cat([torch.zeros_like(steps[:, :1]), steps], 1).cumsum(1)
-                size = input_ids.shape[1]
-                causal = torch.ones(size, size, dtype=torch.bool, device=input_ids.device).tril()
-                mask = causal & (document.unsqueeze(2) == document.unsqueeze(1))
-                options = {"position_ids": position_ids, "attention_mask": self._additive(mask)}
+                # Several documents in a row: from positions that restart, `transformers` makes the mask that keeps
+                # them apart (masking_utils.find_packed_sequence_indices), in the form that the attention takes.
+                options = {"position_ids": position_ids}
             elif bool((position_ids[:, 0] != 0).any()):
                 offsets = torch.arange(input_ids.shape[1], device=input_ids.device)
                 options = {"position_ids": position_ids[:, :1] + offsets}
