@@ -19,6 +19,7 @@ COMMANDS = {
     "test": ("training", "run", "The test file: the same metrics, then live decoding: --config R --ckpt_path C"),
     "generate": ("functions", "run", "The target's own answers to a prompt file, as training and validation data"),
     "bench": ("functions", "run", "Compare plain, chain and tree decoding on prompt files"),
+    "compare": ("functions", "run", "Set two results of bench against each other: compare a.json b.json"),
     "export": ("functions", "run", "Write a drafter for other engines: deepspec, speculators or specforge"),
     "list": ("listing", "run", "Registered losses, policies and drafters, one line each"),
 }
