@@ -78,7 +78,14 @@ def test_end_to_end(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert results.exit_code == 0
     shown = capsys.readouterr().out
-    for text in ("held_out (3 prompts)", "other (1 prompts)", "mean over 2 suites (4 prompts)", "chain *", "x plain", "3/3"):
+    for text in (
+        "held_out (3 prompts)",
+        "other (1 prompts)",
+        "mean over 2 suites (4 prompts)",
+        "chain *",
+        "x plain",
+        "3/3",
+    ):
         assert text in shown, text
     assert "another policy than the one recorded" in shown and "identical to plain decoding's" in shown
     assert "speed tree/plain: " in shown and "tau tree/chain: " in shown

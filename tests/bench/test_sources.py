@@ -74,7 +74,7 @@ BAD: list[tuple[Any, str]] = [
     ([{"name": "x"}], "expected one of path, hub and url"),
     ([{"name": "x", "path": "a.jsonl", "hub": "a/b"}], "expected one of path, hub and url"),
     ([{"name": "x", "path": "a.jsonl", "colum": "q"}], "Unknown key 'colum'. Did you mean: column"),
-    ([{"name": "x", "path": "a.jsonl", "limit": "3"}], "limit must be a int"),
+    ([{"name": "x", "path": "a.jsonl", "limit": "3"}], "limit must be of type int"),
     ([{"name": "x", "path": "a.jsonl", "limit": 0}], "limit must be at least 1"),
     ([{"name": "x", "path": "a.jsonl", "column": "q", "template": "{q}"}], "column or template, not both"),
     ([{"name": "x", "url": "http://a.example/a.jsonl"}], "must begin with https"),

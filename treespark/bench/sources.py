@@ -198,7 +198,7 @@ def _of_entry(entry: Any, file: Path, number: int) -> Source:
             raise ValueError(f"{where} ({entry['name']}): {unknown('key', str(key), list(fields))}")
         kind = {"limit": int, "where": dict, "files": list}.get(key, str)
         if value is not None and not isinstance(value, kind):
-            raise ValueError(f"{where} ({entry['name']}): {key} must be a {kind.__name__}, got {value!r}.")
+            raise ValueError(f"{where} ({entry['name']}): {key} must be of type {kind.__name__}, got {value!r}.")
     given = [key for key in ("path", "hub", "url") if entry.get(key)]
     if len(given) != 1:
         raise ValueError(f"{where} ({entry['name']}): expected one of path, hub and url, got {given or 'none'}.")
