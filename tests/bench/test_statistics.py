@@ -113,7 +113,7 @@ def pair(first: list[tuple[float, float]], second: list[tuple[float, float]], st
 
 
 def test_means_of_gains_and_ratios_of_means() -> None:
-    """Suite A runs 2/1 against 1/1, suite B 12/1 against 8/1. Gains 100 % and 50 %: mean ratio 1.75. Means 7 and 4.5."""
+    """Suite A: 2/1 against 1/1, suite B: 12/1 against 8/1. Gains 100 % and 50 %: mean ratio 1.75. Means 7, 4.5."""
     pairs = [pair([(2, 1)], [(1, 1)]), pair([(12, 1)], [(8, 1)], 1)]
     assert compare_suites(pairs, mean_of_gains).value == pytest.approx(1.75)
     assert compare_suites(pairs, ratio_of_means).value == pytest.approx(7 / 4.5)
