@@ -25,6 +25,7 @@ COMMANDS = {
         "The target's features on disk: cache plan or build --config R --output D, cache verify D",
     ),
     "bench": ("functions", "run", "Compare plain, chain and tree decoding on prompt files"),
+    "compare": ("functions", "run", "Set two results of bench against each other: compare a.json b.json"),
     "export": ("functions", "run", "Write a drafter for other engines: deepspec, speculators or specforge"),
     "doctor": ("doctor", "run", "What would ruin a training, before it starts: --config R"),
     "list": ("listing", "run", "Registered losses, policies and drafters, one line each"),

@@ -79,7 +79,14 @@ def test_end_to_end(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert results.exit_code == 0
     shown = capsys.readouterr().out
-    for text in ("held_out (3 prompts)", "other (1 prompts)", "all suites (4 prompts)", "chain *", "x plain", "3/3"):
+    for text in (
+        "held_out (3 prompts)",
+        "other (1 prompts)",
+        "mean over 2 suites (4 prompts)",
+        "chain *",
+        "x plain",
+        "3/3",
+    ):
         assert text in shown, text
     assert "another policy than the one recorded" in shown and "identical to plain decoding's" in shown
     assert "speed tree/plain: " in shown and "tau tree/chain: " in shown
@@ -155,7 +162,7 @@ def test_simulated_report(files: Files, capsys: pytest.CaptureFixture[str]) -> N
     assert "simulated" in shown and "tok/s" not in shown and "Outputs:" not in shown
     assert results.arm_names == ["chain", "tree"] and not results.judged
     summary = json.loads(Path(output).read_text())["summaries"][0]
-    assert summary["tokens_per_second"] is None and summary["tau"] >= 1
+    assert summary["single_throughput"] is None and summary["tau"] >= 1
     assert math.isnan(results.summary("tree").speed_ratio)
 
 

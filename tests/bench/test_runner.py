@@ -11,7 +11,8 @@ import torch
 from tests.tiny import tiny_drafter, tiny_target
 from treespark.bench import Arm, Results, make_arms, run, runner
 from treespark.bench.suites import BenchPrompt, Suite
-from treespark.decoding import DecodeResult, Round, decode_plain
+from treespark.bench.workload import Served, Times, decode_workload
+from treespark.decoding import DecodeResult, Round
 from treespark.drafters import Drafter
 from treespark.policies import Budgeted, Chain
 from treespark.target import Target
@@ -30,9 +31,10 @@ def suite(name: str = "first", count: int = 3, start: int = 5) -> Suite:
     return Suite(name, tuple(prompts))
 
 
-def fake(tokens: list[int], gaps: list[float] | None = None) -> DecodeResult:
+def fake(tokens: list[int], gaps: list[float] | None = None) -> Served:
     timing = dict.fromkeys(("prefill", "draft", "build", "verify", "commit", "decode"), 0.25)
-    return DecodeResult(tokens, [Round(0, 1, True)] * (len(tokens) - 1), "length", timing, gaps=gaps)
+    result = DecodeResult(tokens, [Round(0, 1, True)] * (len(tokens) - 1), "length", timing, gaps=gaps)
+    return Served(result, Times(0.25, 0.25, 0.5))
 
 
 @pytest.fixture
@@ -42,16 +44,11 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[int], list[float
     def script(plain: list[int], gaps: list[float], drafted: list[int]) -> list[str]:
         calls: list[str] = []
 
-        def decode_plain(*args: Any, **kwargs: Any) -> DecodeResult:
-            calls.append("plain")
-            return fake(plain, gaps)
+        def decode_workload(target: Any, drafter: Any, arm: Arm, prompts: Any, **options: Any) -> list[Served]:
+            calls.append(arm.name)
+            return [fake(plain, gaps) if arm.kind == "plain" else fake(drafted) for _ in prompts]
 
-        def decode(*args: Any, policy: Any, **kwargs: Any) -> DecodeResult:
-            calls.append("chain" if isinstance(policy, Chain) else "tree")
-            return fake(drafted)
-
-        monkeypatch.setattr(runner, "decode_plain", decode_plain)
-        monkeypatch.setattr(runner, "decode", decode)
+        monkeypatch.setattr(runner, "decode_workload", decode_workload)
         return calls
 
     return script
@@ -79,8 +76,9 @@ def test_counts(pair: Pair) -> None:
     whole, parts = results.summary("tree"), [results.summary("tree", name) for name in ("first", "second")]
     assert whole.num_rounds == sum(part.num_rounds for part in parts) and whole.num_prompts == 5
     assert results.summary("plain").tau == 1.0 and results.summary("plain").speed_ratio == 1.0
-    assert whole.tokens_per_second > 0 and sum(whole.time_shares.values()) == pytest.approx(1, abs=0.05)
-    assert set(results.intervals()) == {"tau tree/chain", "speed chain/plain", "speed tree/plain"}
+    assert whole.single_throughput > 0 and sum(whole.time_shares.values()) == pytest.approx(1, abs=0.05)
+    names = {f"{what} {arms}" for what in ("speed", "system") for arms in ("chain/plain", "tree/plain", "tree/chain")}
+    assert set(results.intervals()) == names | {"tau tree/chain"}
 
 
 def test_arms_take_turns(pair: Pair, scripted: Callable[..., list[str]]) -> None:
@@ -159,14 +157,14 @@ def test_interruption_keeps_whole_prompts(pair: Pair, monkeypatch: pytest.Monkey
     seen: list[int] = []
     count = 0
 
-    def interrupted(*args: Any, **kwargs: Any) -> DecodeResult:
+    def interrupted(target: Any, drafter: Any, arm: Arm, *args: Any, **options: Any) -> list[Served]:
         nonlocal count
-        count += 1
+        count += arm.name == "plain"
         if count == 2:
             raise KeyboardInterrupt
-        return decode_plain(*args, **kwargs)
+        return decode_workload(target, drafter, arm, *args, **options)
 
-    monkeypatch.setattr(runner, "decode_plain", interrupted)
+    monkeypatch.setattr(runner, "decode_workload", interrupted)
     results = go(pair, [suite()], on_prompt=lambda current: seen.append(len(current.prompts)))
     assert not results.complete and len(results.prompts) == 1 and seen == [1]
     assert results.exit_code == 130 and "Interrupted" in results.warnings()[-1]
@@ -180,7 +178,7 @@ def test_nothing_to_evaluate(pair: Pair) -> None:
         go(pair, [])
     with pytest.raises(ValueError, match="Nothing to evaluate"):
         go(pair, [Suite("empty", ())])
-    with pytest.raises(ValueError, match="no arm but plain decoding"):
+    with pytest.raises(ValueError, match="no arm with a policy to simulate"):
         go(pair, [suite()], [Arm("plain")], simulated=True)
     with pytest.raises(ValueError, match="max_new_tokens must be at least 1"):
         go(pair, [suite()], max_new_tokens=0)

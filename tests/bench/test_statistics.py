@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treespark.bench.results import PromptTrials, Trial
-from treespark.bench.statistics import paired_ratio, pooled
-from treespark.bench.summary import compare, summarise
+from treespark.bench.records import PromptTrials, Trial
+from treespark.bench.statistics import Pair, compare_suites, mean_of_gains, paired_ratio, pooled, ratio_of_means
+from treespark.bench.summary import summarise
 
 ROUNDS = st.lists(st.integers(0, 4), max_size=6)
 
@@ -107,34 +107,58 @@ def test_tau_is_a_sum_over_a_sum(accepted: list[list[int]]) -> None:
     assert summary.acceptance_by_position == pytest.approx([sum(n >= d for n in flat) / len(flat) for d in range(1, 5)])
 
 
-def test_speeds_by_hand() -> None:
-    """Plain: 4 tokens in 4 s = 1/s. Tree: rounds of 2 and 4 tokens in 1.5 + 0.5 s = 3/s. Parts fill half of it."""
-    table = prompts(
-        {
-            "plain": [trial([0, 0], 2.0), trial([0, 0], 2.0)],
-            "tree": [trial([1], 1.5, identical=True), trial([3], 0.5, identical=False)],
-        }
-    )
-    tree = summarise(table, "tree", depths=3, baseline="plain")
-    assert (tree.tokens_per_second, tree.speed_ratio, tree.time_to_first_token) == (3.0, 3.0, 0.5)
-    assert (tree.num_identical, tree.num_compared, tree.tau, tree.mean_accepted) == (1, 2, 3.0, 2.0)
-    assert tree.time_shares == pytest.approx(
-        {"draft": 0.125, "build": 0.125, "verify": 0.125, "commit": 0.125, "other": 0.5}
-    )
-    assert summarise(table, "plain", depths=3, baseline="plain").speed_ratio == 1.0
-    intervals = compare(table, ["plain", "tree"], "plain", simulated=False, seed=0)
-    assert intervals["speed tree/plain"].value == 3.0 and list(intervals) == ["speed tree/plain"]
+def pair(first: list[tuple[float, float]], second: list[tuple[float, float]], stream: int = 0) -> Pair:
+    """A suite with one repeat: (numerator, denominator) of each prompt."""
+    return Pair(np.array(first, float).T[..., None], np.array(second, float).T[..., None], stream)
 
 
-def test_comparisons_that_are_made() -> None:
-    """Every tree's tau with the chain's, every arm's speed with plain decoding's; no speed when simulated."""
-    table = prompts({name: [trial([1]), trial([2])] for name in ("plain", "chain", "tree", "other")})
-    names = list(table[0].trials)
-    assert list(compare(table, names, "plain", simulated=False, seed=0)) == [
-        "tau tree/chain",
-        "tau other/chain",
-        "speed chain/plain",
-        "speed tree/plain",
-        "speed other/plain",
-    ]
-    assert list(compare(table, names[1:], None, simulated=True, seed=0)) == ["tau tree/chain", "tau other/chain"]
+def test_means_of_gains_and_ratios_of_means() -> None:
+    """Suite A: 2/1 against 1/1, suite B: 12/1 against 8/1. Gains 100 % and 50 %: mean ratio 1.75. Means 7, 4.5."""
+    pairs = [pair([(2, 1)], [(1, 1)]), pair([(12, 1)], [(8, 1)], 1)]
+    assert compare_suites(pairs, mean_of_gains).value == pytest.approx(1.75)
+    assert compare_suites(pairs, ratio_of_means).value == pytest.approx(7 / 4.5)
+    assert math.isnan(compare_suites(pairs).low)  # one prompt each: nothing to resample
+    assert compare_suites(pairs[:1], mean_of_gains).value == compare_suites(pairs[:1], ratio_of_means).value == 2.0
+    assert math.isnan(compare_suites([]).value)
+
+
+def test_repeats_are_nested() -> None:
+    """One prompt apart, all variation lies between repeats: the interval shows it, and a sum over repeats hides it.
+
+    Two prompts with repeats 1 and 3 against a constant 1: a resample draws 2 x 2 repeats of mean 2, so its ratio runs
+    over 1, 1.5, ..., 3, and only 1 in 16 is an end. With the repeats summed all resamples are 2.
+    """
+    numbers = np.array([[[1.0, 3.0], [1.0, 3.0]], [[1.0, 1.0], [1.0, 1.0]]])  # [2, P, R]
+    constant = np.ones((2, 2, 2))
+    nested = compare_suites([Pair(numbers, constant)])
+    assert nested.value == 2.0 and (nested.low, nested.high) == (1.0, 3.0) and nested.num_prompts == 2
+    summed = compare_suites([Pair(numbers.sum(2, keepdims=True), constant.sum(2, keepdims=True))])
+    assert (summed.low, summed.high) == (2.0, 2.0)
+
+
+def test_nested_resampling_against_a_plain_loop() -> None:
+    """Prompts, then repeats of each drawn prompt, drawn one by one in pure Python give the same interval."""
+    generator = random.Random(5)
+    table = [[generator.uniform(1, 2) * (1 + 0.3 * index) for _ in range(3)] for index in range(8)]
+    base = [[generator.uniform(1, 2) for _ in range(3)] for _ in range(8)]
+    ones = np.ones((8, 3))
+    interval = compare_suites([Pair(np.stack([np.array(table), ones]), np.stack([np.array(base), ones]))])
+    drawn = []
+    for _ in range(10_000):
+        cells = [(p, generator.randrange(3)) for p in [generator.randrange(8) for _ in range(8)] for _ in range(3)]
+        drawn.append(sum(table[p][r] for p, r in cells) / sum(base[p][r] for p, r in cells))
+    drawn.sort()
+    width = interval.high - interval.low
+    assert interval.low == pytest.approx(drawn[250], abs=0.06 * width)
+    assert interval.high == pytest.approx(drawn[9750], abs=0.06 * width)
+
+
+def test_suites_are_resampled_independently() -> None:
+    """Two equal suites in different streams: their mean varies less than one of them, by about the root of 2."""
+    generator = np.random.default_rng(0)
+    items = [(float(value), 1.0) for value in generator.uniform(1, 3, 40)]
+    ones = [(1.0, 1.0)] * 40
+    single = compare_suites([pair(items, ones)])
+    double = compare_suites([pair(items, ones), pair(items, ones, 1)])
+    shrunk = (double.high - double.low) / (single.high - single.low)
+    assert double.value == pytest.approx(single.value) and shrunk == pytest.approx(0.5**0.5, abs=0.05)

@@ -11,10 +11,10 @@ import torch
 
 from tests.tiny_text import CHAT_TEMPLATE, GENERATION_TEMPLATE, save_tiny_target, tiny_tokenizer
 from treespark.bench import load_suite
-from treespark.bench.load import check_template
 from treespark.data import ChatEncoder, DataError, DraftingData, Encoded, render
 from treespark.data.prompts import parse_line
 from treespark.data.template import template_sha256
+from treespark.drafters.source import check_template
 from treespark.target import Target
 
 USER = {"role": "user", "content": "hello there"}

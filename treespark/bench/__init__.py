@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from treespark.bench.arms import Arm, make_arms
     from treespark.bench.command import bench
+    from treespark.bench.records import Difference, PromptTrials, Trial
     from treespark.bench.report import print_report
-    from treespark.bench.results import Difference, PromptTrials, Results, Trial
+    from treespark.bench.results import Results
     from treespark.bench.runner import run
     from treespark.bench.statistics import Interval, paired_ratio
     from treespark.bench.suites import BenchPrompt, Suite, load_suite
@@ -21,13 +22,13 @@ if TYPE_CHECKING:
 _HOMES = {
     "Arm": "arms",
     "BenchPrompt": "suites",
-    "Difference": "results",
+    "Difference": "records",
     "Interval": "statistics",
-    "PromptTrials": "results",
+    "PromptTrials": "records",
     "Results": "results",
     "Suite": "suites",
     "Summary": "summary",
-    "Trial": "results",
+    "Trial": "records",
     "bench": "command",
     "load_suite": "suites",
     "make_arms": "arms",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -18,10 +19,17 @@ def bench(
     target: str | None = None,
     modes: str | list[str] = "plain,chain,tree",
     policies: str | list[str] | None = None,
+    budgets: str | list[str] | None = None,
+    batch_sizes: str | list[str] = "1",
+    repeats: int = 1,
     num_prompts: int | None = None,
     max_new_tokens: int = 128,
     simulate: bool = False,
+    also_simulate: bool = False,
+    lookup_tokens: int = 10,
     output: str | None = None,
+    resume: bool = True,
+    figures: bool = True,
     dtype: str = "float32",
     device: str = "cpu",
     threads: int | None = None,
@@ -34,15 +42,24 @@ def bench(
 
     Args:
         drafter: Folder or hub id of a drafter, or a checkpoint file (.ckpt) of `treespark fit`.
-        suites: Prompt files (JSONL; lines with prompt, messages or turns), several separated by commas.
+        suites: Prompt files (JSONL; lines with prompt, messages or turns), folders of such files, or YAML files that
+            name suites (recipes/suites/paper.yaml), several separated by commas.
         target: The target model; by default the one that is recorded with the drafter.
-        modes: Some of plain, chain and tree. The tree is the policy recorded with the drafter, or
-            Budgeted(k=4, num_draft_nodes=32) for a drafter that was trained under the chain.
+        modes: Some of plain, chain, tree, generate and lookup. The tree is the policy recorded with the drafter, or
+            Budgeted(k=4, num_draft_nodes=32) for a drafter that was trained under the chain; generate and lookup are
+            the greedy decoding of transformers, without and with prompt lookup, one request at a time.
         policies: More tree policies to decode under, such as Budgeted(k=4,num_draft_nodes=16), separated by commas.
+        budgets: Values of num_draft_nodes: every tree is also decoded under each of them, separated by commas.
+        batch_sizes: Numbers of requests that decode side by side, separated by commas.
+        repeats: How often everything is decoded.
         num_prompts: Only the first so many prompts of each suite.
         max_new_tokens: Most new tokens of an answer.
         simulate: Simulate rounds on the target's own answers: acceptance without timing, much faster.
-        output: File for the results (JSON).
+        also_simulate: Decode live and simulate the rounds too, so that both acceptance lengths are reported.
+        lookup_tokens: Tokens that prompt lookup drafts at most.
+        output: File for the results (JSON). Pictures of them (PNG) get its name.
+        resume: Go on with unfinished results in `output`, if they come from the same arguments; else start anew.
+        figures: Draw the pictures.
         dtype: Precision of target and drafter.
         device: Where to decode, such as cpu or cuda.
         threads: Threads of the processor; by default as many as PyTorch takes.
@@ -61,22 +78,26 @@ def bench(
     import torch
 
     from treespark.bench.arms import make_arms, split_names
+    from treespark.bench.figures import draw_figures
     from treespark.bench.report import print_report
-    from treespark.bench.runner import run
+    from treespark.bench.runner import OtherRunError, run
+    from treespark.bench.sources import find_sources
     from treespark.bench.suites import check_suites, load_suite
-    from treespark.data.prompts import check_file
     from treespark.drafters.source import check_template, open_drafter
     from treespark.target import Target
 
-    paths = split_names(suites)
-    if not paths:
+    names = split_names(suites)
+    if not names:
         raise ValueError("Nothing to evaluate: --suites names no file.")
-    for path in paths:
-        check_file(path)  # before the models are loaded, which takes a while
+    sources = find_sources(names)
+    sizes, nodes = whole_numbers(batch_sizes, "batch_sizes"), whole_numbers(budgets or [], "budgets")
+    if not sizes:
+        raise ValueError("Nothing to evaluate: --batch_sizes names no number.")
     if threads is not None:
         if threads < 1:
             raise ValueError(f"threads must be at least 1, got {threads}.")
         torch.set_num_threads(threads)
+    unfinished = _unfinished(output) if output and resume else None
     if output and Path(output).is_dir():
         raise ValueError(f"output: {output} is a folder; give the name of a file for the results.")
     source = open_drafter(drafter)
@@ -84,55 +105,86 @@ def bench(
         raise ValueError(f"{drafter} does not say which target it was made for: give --target.")
     loaded = Target.load(target or source.target_name, dtype=dtype, device_map=None if device == "cpu" else device)
     model = source.load(loaded)
-    arms = make_arms(model, modes, policies)
+    arms = make_arms(model, modes, policies, nodes, lookup_tokens)
     chat_template_kwargs, other_template = check_template(model, loaded, chat_template_kwargs, allow_other_template)
     chosen = [
         load_suite(
-            path,
+            item,
             loaded,
             chat_template_kwargs=chat_template_kwargs,
             num_prompts=num_prompts,
             max_new_tokens=max_new_tokens,
         )
-        for path in paths
+        for item in sources
     ]
     check_suites(chosen)
-    settings = {
-        "modes": split_names(modes),
-        "policies": split_names(policies or []),
-        "num_prompts": num_prompts,
-        "chat_template_kwargs": chat_template_kwargs,
-        "other_template": other_template,
-    }
-
-    def describe(results: Results) -> None:
-        results.settings |= settings
-        results.drafter["path"] = source.path
-
     saved_at = monotonic()
 
     def keep(results: Results) -> None:
         nonlocal saved_at
         if output and monotonic() - saved_at >= _SAVE_EVERY:
-            describe(results)
-            results.save(output)
+            results.drafter["path"] = source.path
+            results.save(output, computed=False)
             saved_at = monotonic()
 
-    results = run(
-        loaded,
-        model,
-        chosen,
-        arms,
-        max_new_tokens=max_new_tokens,
-        simulated=simulate,
-        seed=seed,
-        warmup=warmup,
-        on_prompt=keep,
-    )
-    describe(results)
+    if unfinished is not None:
+        print(f"Going on with {output}, which holds {len(unfinished.prompts)} prompts (--resume false starts anew).")
+    try:
+        results = run(
+            loaded,
+            model,
+            chosen,
+            arms,
+            max_new_tokens=max_new_tokens,
+            simulated=simulate,
+            also_simulate=also_simulate,
+            batch_sizes=sizes,
+            repeats=repeats,
+            seed=seed,
+            warmup=warmup,
+            on_prompt=keep,
+            unfinished=unfinished,
+            settings={
+                "modes": split_names(modes),
+                "policies": split_names(policies or []),
+                "budgets": nodes,
+                "num_prompts": num_prompts,
+                "chat_template_kwargs": chat_template_kwargs,
+                "other_template": other_template,
+            },
+        )
+    except OtherRunError as error:
+        raise ValueError(f"{output}: {error} Give another --output, or --resume false to replace them.") from error
+    results.drafter["path"] = source.path
     if output:
         results.save(output)
     print_report(results)
     if output:
         print(f"Results: {output}")
+        if figures:
+            print(draw_figures(results, output))
     return results
+
+
+def whole_numbers(text: str | Iterable[str | int], name: str) -> list[int]:
+    """Splits a comma-separated text, or each of several, into numbers of at least 1, each once.
+
+    Raises:
+        ValueError: For anything else.
+    """
+    words = [word.strip() for item in ([text] if isinstance(text, str) else text) for word in str(item).split(",")]
+    numbers = [int(word) if word.isdecimal() else 0 for word in words if word]
+    if any(number < 1 for number in numbers) or len(set(numbers)) < len(numbers):
+        raise ValueError(f"{name}: expected different whole numbers of at least 1, such as 1,6,12; got {text!r}.")
+    return numbers
+
+
+def _unfinished(output: str) -> Results | None:
+    """The results of an interrupted run in a file, or None where there is no such run."""
+    from treespark.bench.results import Results
+
+    try:
+        found = Results.load(output)
+    except (FileNotFoundError, IsADirectoryError, ValueError):
+        return None  # another file: replaced, as a finished run's is
+    return None if found.complete else found

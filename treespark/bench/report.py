@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from treespark.bench.results import Results
     from treespark.bench.statistics import Interval
 
-_WIDTH = 118  # of a report that does not go to a terminal
+WIDTH = 118  # of a report that does not go to a terminal
 _MAX_LISTED = 20
 
 
@@ -26,11 +26,14 @@ def print_report(results: Results, console: Console | None = None) -> None:
     """
     from rich.console import Console
 
-    console = console or Console(width=None if sys.stdout.isatty() else _WIDTH)
+    console = console or Console(width=None if sys.stdout.isatty() else WIDTH)
     for line in _heading(results):
         console.print(line, highlight=False, markup=False)
-    for suite in [*results.suite_names, *([None] if len(results.suite_names) > 1 else [])]:
+    for suite in results.suite_names:
         console.print(main_table(results, suite))
+    if len(results.suite_names) > 1:
+        for category in [*results.categories, ""]:
+            console.print(main_table(results, category=category))
     console.print(position_table(results))
     if not results.simulated:
         console.print(time_table(results))
@@ -42,31 +45,44 @@ def print_report(results: Results, console: Console | None = None) -> None:
         console.print(f"WARNING: {message}", highlight=False, markup=False, style="bold yellow")
 
 
-def main_table(results: Results, suite: str | None = None) -> Table:
-    """Builds the table of a suite, or of all prompts pooled: one row per arm."""
+def main_table(results: Results, suite: str | None = None, category: str = "") -> Table:
+    """Builds the table of a suite, or of the means over the suites of a category: one row per arm and batch size."""
     from rich.table import Table
 
-    prompts = results.select(suite)
-    table = Table(title=f"{suite or 'all suites'} ({len(prompts)} prompts)", title_justify="left")
-    table.add_column("arm", overflow="fold")
-    table.add_column("policy", overflow="fold")
-    timed = [] if results.simulated else ["tok/s", "x plain", "first tok", "identical"]
-    for column in ["tau", "accepted", *timed]:
+    names = results.suites_of(category) if suite is None else [suite]
+    title = suite or f"mean over {len(names)} suites" + (f", {category}" if category else "")
+    count = sum(results.summary(results.arm_names[0], name).num_prompts for name in names)
+    table = Table(title=f"{title} ({count} prompts)", title_justify="left")
+    table.add_column("arm", overflow="fold", max_width=34)
+    table.add_column("policy", overflow="fold", max_width=34)
+    batched, also = results.batch_sizes != [1], bool(results.settings.get("also_simulate"))
+    timed = ["single", "system", "request", "x plain", "first tok", "identical"]
+    columns = ["batch"] if batched else []
+    columns += ["tau", *(["sim. tau"] if also else []), "accepted", *([] if results.simulated else timed)]
+    for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
-    for arm in results.arms:
-        summary = results.summary(arm["name"], suite)
-        cells = [_number(summary.tau, 2), _number(summary.mean_accepted, 2)]
-        if not results.simulated:
-            first = summary.time_to_first_token
-            cells += [
-                _number(summary.tokens_per_second, 1),
-                _number(summary.speed_ratio, 2),
-                "-" if math.isnan(first) else f"{1000 * first:.0f} ms",
-                f"{summary.num_identical}/{summary.num_compared}" if summary.num_compared else "-",
-            ]
-        mark = " *" if arm["marked"] else ""
-        policy = arm["description"] if arm["description"] != arm["name"] else ""
-        table.add_row(f"{arm['name']}{mark}", policy, *cells)
+    for size in results.batch_sizes:
+        for arm in results.arms:
+            if not results.has(arm["name"], size):
+                continue
+            summary = results.summary(arm["name"], suite, category, size)
+            cells = [str(size)] if batched else []
+            cells += [_number(summary.tau, 2), *([_number(summary.simulated_tau, 2)] if also else [])]
+            cells.append(_number(summary.mean_accepted, 2))
+            if not results.simulated:
+                first = summary.time_to_first_token
+                cells += [
+                    _number(summary.single_throughput, 1),
+                    _number(summary.system_throughput, 1),
+                    _number(summary.per_request_throughput, 1),
+                    _number(summary.speed_ratio, 2),
+                    "-" if math.isnan(first) else f"{1000 * first:.0f} ms",
+                    f"{summary.num_identical}/{summary.num_compared}" if summary.num_compared else "-",
+                ]
+            mark = " *" if arm["marked"] else ""
+            policy = arm["description"] if arm["description"] != arm["name"] else ""
+            table.add_row(f"{arm['name']}{mark}", policy, *cells)
+        table.add_section()
     return table
 
 
@@ -74,13 +90,14 @@ def position_table(results: Results) -> Table:
     """Builds the table of acceptance by position: shares of rounds that accept at least so many draft tokens."""
     from rich.table import Table
 
-    table = Table(title="acceptance by position (share of rounds)", title_justify="left")
+    table = Table(title="acceptance by position (share of rounds, mean over suites)", title_justify="left")
     table.add_column("arm", overflow="fold")
     for depth in range(1, results.depths + 1):
         table.add_column(str(depth), justify="right", no_wrap=True)
     for arm in _drafted(results):
-        shares = results.summary(arm["name"]).acceptance_by_position
-        table.add_row(arm["name"], *(_number(share, 3) for share in shares))
+        if results.has(arm["name"], results.batch_sizes[0]):
+            shares = results.summary(arm["name"]).acceptance_by_position
+            table.add_row(arm["name"], *(_number(share, 3) for share in shares))
     return table
 
 
@@ -88,19 +105,25 @@ def time_table(results: Results) -> Table:
     """Builds the table of time shares."""
     from rich.table import Table
 
-    table = Table(title="share of the decoding time", title_justify="left")
+    from treespark.bench.summary import PARTS
+
+    table = Table(title="share of the decoding time (mean over suites)", title_justify="left")
     table.add_column("arm", overflow="fold")
-    parts = ("draft", "build", "verify", "commit", "other")
+    table.add_column("batch", justify="right")
+    parts = (*PARTS, "other")
     for part in parts:
         table.add_column(part, justify="right", no_wrap=True)
-    for arm in _drafted(results):
-        shares = results.summary(arm["name"]).time_shares
-        table.add_row(arm["name"], *("-" if part not in shares else f"{100 * shares[part]:.0f} %" for part in parts))
+    for size in results.batch_sizes:
+        for arm in _drafted(results):
+            if arm["kind"] == "policy" and results.has(arm["name"], size):
+                shares = results.summary(arm["name"], batch_size=size).time_shares
+                cells = ("-" if part not in shares else f"{100 * shares[part]:.1f} %" for part in parts)
+                table.add_row(arm["name"], str(size), *cells)
     return table
 
 
 def _drafted(results: Results) -> list[dict[str, Any]]:
-    return [arm for arm in results.arms if arm["policy"] is not None]
+    return [arm for arm in results.arms if arm["kind"] in ("policy", "lookup")]
 
 
 def _heading(results: Results) -> list[str]:
@@ -108,7 +131,11 @@ def _heading(results: Results) -> list[str]:
     where = ", ".join([*hardware.get("accelerators", []), hardware.get("cpu", "unknown processor")])
     drafter = results.drafter.get("path") or results.drafter.get("config", {}).get("class_path", "")
     limit = results.settings.get("max_new_tokens")
-    how = "rounds simulated on the target's own answers" if results.simulated else "greedy, one request at a time"
+    sizes = ", ".join(str(size) for size in results.batch_sizes)
+    live = "greedy, one request at a time" if sizes == "1" else f"greedy, {sizes} requests side by side"
+    repeats = results.settings.get("repeats", 1)
+    live += f", {repeats} times" if repeats > 1 else ""
+    how = "rounds simulated on the target's own answers" if results.simulated else live
     return [
         f"Drafter {drafter} for target {results.target.get('name', '')}; {how}, at most {limit} new tokens.",
         f"{where}, {results.dtype}.",
@@ -121,7 +148,22 @@ def _notes(results: Results) -> list[str]:
         lines.append("* another policy than the one recorded with the drafter.")
     elif results.drafter.get("recorded_policy") is None:
         lines.append("No policy is recorded with this drafter.")
-    lines += [f"{name}: {_interval(interval)}" for name, interval in results.intervals().items()]
+    if not results.simulated:
+        lines.append(
+            "Tokens per second: single = of the decoding time; system = of the elapsed time; request = of a request "
+            "after its first token."
+        )
+    places = [*results.categories, ""] if len(results.suite_names) > 1 else [""]
+    for size in results.batch_sizes:
+        for category in places:
+            where = [f"batch size {size}"] if results.batch_sizes != [1] else []
+            where += [category or "all suites"] if len(places) > 1 else []
+            if where:
+                lines.append(f"{', '.join(where)}:")
+            for name, interval in results.intervals(category=category, batch_size=size).items():
+                # tau is the same for all batch sizes, but for rounding.
+                if size == results.batch_sizes[0] or not name.startswith("tau"):
+                    lines.append(f"{'  ' if where else ''}{name}: {_interval(interval)}")
     return lines
 
 

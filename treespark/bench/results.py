@@ -13,79 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
+from treespark.bench.records import Difference, PromptTrials, Trial
+
 if TYPE_CHECKING:
     from treespark.bench.statistics import Interval
     from treespark.bench.summary import Summary
 
-FORMAT = 1
+FORMAT = 2
 """Version of the JSON layout; raised when a field changes its meaning."""
 
 TAU_WARNING_ROUNDS = 20
 
-
-@dataclass(frozen=True)
-class Trial:
-    """One prompt under one arm.
-
-    Attributes:
-        num_tokens: New tokens, the prefill's one included.
-        finish_reason: "stop" or "length".
-        num_accepted: Accepted draft tokens of each round, the bonus left out.
-        committed: Committed tokens of each round, the bonus included.
-        timing: Seconds by name (prefill, draft, build, verify, commit, decode); empty for simulated rounds.
-        identical: Whether the tokens are plain decoding's; None where that was not compared.
-        num_compared: Tokens compared, up to and with the first difference.
-    """
-
-    num_tokens: int
-    finish_reason: str
-    num_accepted: list[int]
-    committed: list[int]
-    timing: dict[str, float] = field(default_factory=dict)
-    identical: bool | None = None
-    num_compared: int = 0
-
-
-@dataclass(frozen=True)
-class PromptTrials:
-    """One prompt under every arm.
-
-    Attributes:
-        suite: Name of its suite.
-        index: Its place in the suite, from 0.
-        id: The line's id.
-        num_prompt_tokens: Length of the prompt.
-        trials: By name of the arm.
-    """
-
-    suite: str
-    index: int
-    id: str
-    num_prompt_tokens: int
-    trials: dict[str, Trial]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The first token of an output that is not plain decoding's.
-
-    Attributes:
-        suite: Name of the suite.
-        index: The prompt's place in it.
-        id: The prompt's id.
-        arm: Name of the arm.
-        position: Index of the token in the answer.
-        gap: Plain decoding's best minus second best logit there; None where one output ended and the other went on.
-        near_tie: Whether that gap is so small that rounding may decide.
-    """
-
-    suite: str
-    index: int
-    id: str
-    arm: str
-    position: int
-    gap: float | None
-    near_tie: bool
+# Settings that decide what is recorded.
+_DECIDING = ("max_new_tokens", "warmup", "batch_sizes", "repeats", "also_simulate", "chat_template_kwargs")
 
 
 @dataclass
@@ -93,8 +33,9 @@ class Results:
     """All of a benchmark's records and what they were measured with; tables and intervals are computed from them.
 
     Attributes:
-        arms: Each with name, policy (config or None), description and marked (another policy than the recorded one).
-        suites: Each with name, path, sha256 and num_prompts.
+        arms: Each with name, kind, policy (config or None), description and marked (another policy than the recorded
+            one).
+        suites: Each with name, category, path, sha256 and num_prompts.
         depths: K of the drafter.
         seed: Of the resampling.
         simulated: Whether rounds were simulated on the target's own answers; then nothing was timed.
@@ -140,34 +81,75 @@ class Results:
         return [suite["name"] for suite in self.suites if suite["name"] in with_records]
 
     @property
+    def categories(self) -> list[str]:
+        """Categories of these suites, in order, where there are several."""
+        found = {suite["category"]: None for suite in self.suites if suite["name"] in self.suite_names}
+        return list(found) if len(found) > 1 else []
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """Numbers of requests side by side, in order."""
+        return list(self.settings.get("batch_sizes", [1]))
+
+    @property
     def baseline(self) -> str | None:
-        """Name of the arm that decodes plainly, or None."""
-        return next((arm["name"] for arm in self.arms if arm["policy"] is None), None)
+        """Name of the arm that decodes plainly in our loop, or None."""
+        return next((arm["name"] for arm in self.arms if arm["kind"] == "plain"), None)
 
-    def select(self, suite: str | None = None) -> list[PromptTrials]:
-        """Returns the records of a suite, or all of them."""
-        return [prompt for prompt in self.prompts if suite is None or prompt.suite == suite]
+    def suites_of(self, category: str = "") -> list[str]:
+        """Names of the suites of a category that hold a record; of all for the empty one."""
+        wanted = [suite["name"] for suite in self.suites if category in ("", suite["category"])]
+        return [name for name in self.suite_names if name in wanted]
 
-    def summary(self, arm: str, suite: str | None = None) -> Summary:
-        """Returns what an arm reached on a suite, or on all prompts pooled.
+    def has(self, arm: str, batch_size: int) -> bool:
+        """Whether an arm was decoded with so many requests side by side."""
+        return any(arm in prompt.trials for prompt in self.prompts if prompt.batch_size == batch_size)
+
+    def select(self, suite: str | None = None, batch_size: int | None = None) -> list[PromptTrials]:
+        """Returns the records of a suite and a batch size, or of all."""
+        return [
+            prompt
+            for prompt in self.prompts
+            if suite in (None, prompt.suite) and batch_size in (None, prompt.batch_size)
+        ]
+
+    def summary(self, arm: str, suite: str | None = None, category: str = "", batch_size: int | None = None) -> Summary:
+        """Returns what an arm reached on a suite, or the unweighted mean over the suites of a category.
+
+        Args:
+            arm: Name of the arm.
+            suite: Name of the suite; None for the mean.
+            category: Category of the suites; empty takes all.
+            batch_size: Requests side by side; None takes the first.
 
         Raises:
-            ValueError: For an unknown arm or suite.
+            ValueError: For an unknown arm or suite, or where nothing was evaluated.
         """
-        from treespark.bench.summary import summarise
+        from treespark.bench.summary import mean_over_suites, summarise
         from treespark.registry import unknown
 
         if arm not in self.arm_names:
             raise unknown("arm", arm, self.arm_names)
         if suite is not None and suite not in self.suite_names:
             raise unknown("suite", suite, self.suite_names)
-        return summarise(self.select(suite), arm, self.depths, self.baseline, suite)
+        size = self.batch_sizes[0] if batch_size is None else batch_size
+        names = self.suites_of(category) if suite is None else [suite]
+        if not names:
+            raise ValueError(f"Nothing was evaluated in the category '{category}'.")
+        kinds = {item["name"]: item["category"] for item in self.suites}
+        found = [
+            summarise(self.select(name, size), arm, self.depths, self.baseline, name, kinds[name], size)
+            for name in names
+        ]
+        return mean_over_suites(found, category) if suite is None else found[0]
 
-    def intervals(self, suite: str | None = None) -> dict[str, Interval]:
-        """Returns the paired comparisons by name ("tau tree/chain", "speed tree/plain"); see `paired_ratio`."""
-        from treespark.bench.summary import compare
+    def intervals(
+        self, suite: str | None = None, category: str = "", batch_size: int | None = None
+    ) -> dict[str, Interval]:
+        """Returns the paired comparisons by name ("tau tree/chain", "speed tree/plain"); see `compare_arms`."""
+        from treespark.bench.gains import compare_arms
 
-        return compare(self.select(suite), self.arm_names, self.baseline, self.simulated, self.seed)
+        return compare_arms(self, suite, category, batch_size)
 
     # The verdict on the outputs -------------------------------------------------------------------------------------
 
@@ -203,7 +185,7 @@ class Results:
         """Returns what a reader must know before trusting the numbers."""
         messages = []
         for arm in self.arms:
-            if arm["policy"] is None or not self.prompts:
+            if arm["kind"] != "policy" or not self.prompts:
                 continue
             summary = self.summary(arm["name"])
             if summary.num_rounds >= TAU_WARNING_ROUNDS and summary.tau == 1.0:
@@ -217,22 +199,57 @@ class Results:
                 f"In {self.dtype} rounding decides between close tokens, so outputs are counted but not judged; use "
                 "float32 to check that they are plain decoding's."
             )
+        for size in self.batch_sizes:
+            short = [suite["name"] for suite in self.suites if suite["num_prompts"] < size]
+            if short and not self.simulated:
+                messages.append(
+                    f"Batch size {size}: {', '.join(short)} hold fewer prompts, so that fewer decode side by side."
+                )
         if not self.complete:
             messages.append(f"Interrupted: {len(self.prompts)} prompts were evaluated.")
         return messages
 
     # Files ----------------------------------------------------------------------------------------------------------
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the records with the tables and intervals computed from them, as JSON takes them (nan: None)."""
-        places: list[str | None] = [*self.suite_names, None]
+    def identity(self) -> dict[str, Any]:
+        """Returns what two runs must share for the records of one to go on in the other."""
+        keys = ("arms", "depths", "seed", "simulated", "dtype", "versions", "hardware")
+        found: dict[str, Any] = {key: getattr(self, key) for key in keys}
+        found["suites"] = [{key: suite[key] for key in ("name", "sha256", "num_prompts")} for suite in self.suites]
+        found["target"] = self.target.get("fingerprint")
+        found["drafter"] = self.drafter.get("sha256")
+        found["settings"] = {key: self.settings.get(key) for key in _DECIDING}
+        plain: dict[str, Any] = to_plain(found)
+        return plain
+
+    def to_dict(self, computed: bool = True) -> dict[str, Any]:
+        """Returns the records as JSON takes them (nan: None), with the tables and intervals computed from them."""
         record: dict[str, Any] = {"format": FORMAT}
         record |= {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "prompts"}
-        record["summaries"] = [self.summary(arm, suite) for suite in places for arm in self.arm_names]
+        if computed and self.prompts:
+            record |= self._computed()
+        record["prompts"] = self.prompts
+        plain: dict[str, Any] = to_plain(record)
+        return plain
+
+    def _computed(self) -> dict[str, Any]:
+        places: list[tuple[str | None, str]] = [(suite, "") for suite in self.suite_names]
+        places += [(None, category) for category in [*self.categories, ""]]
+        sizes = [size for size in self.batch_sizes if any(prompt.batch_size == size for prompt in self.prompts)]
+        record: dict[str, Any] = {}
+        record["summaries"] = [
+            self.summary(arm, suite, category, size)
+            for size in sizes
+            for suite, category in places
+            for arm in self.arm_names
+            if self.has(arm, size)
+        ]
         record["intervals"] = [
-            {"suite": suite, "comparison": name} | dataclasses.asdict(interval)
-            for suite in places
-            for name, interval in self.intervals(suite).items()
+            {"suite": suite, "category": category, "batch_size": size, "comparison": name}
+            | dataclasses.asdict(interval)
+            for size in sizes
+            for suite, category in places
+            for name, interval in self.intervals(suite, category, size).items()
         ]
         record["outputs"] = {
             "judged": self.judged,
@@ -242,15 +259,18 @@ class Results:
             "allowed_differences": self.allowed_differences,
         }
         record["warnings"] = self.warnings()
-        record["prompts"] = self.prompts
-        plain: dict[str, Any] = _plain(record)
-        return plain
+        return record
 
-    def save(self, path: str | Path) -> None:
-        """Writes the JSON file atomically: a reader finds the former file or the new one, never a part."""
+    def save(self, path: str | Path, computed: bool = True) -> None:
+        """Writes the JSON file atomically: a reader finds the former file or the new one, never a part.
+
+        Args:
+            path: The file.
+            computed: Whether tables and intervals are computed and written too.
+        """
         file = Path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
-        record = self.to_dict()
+        record = self.to_dict(computed)
         # One line for each prompt: its lists of counts would otherwise fill a screen.
         lines = [json.dumps(prompt, allow_nan=False) for prompt in record.pop("prompts")]
         head = json.dumps(record, indent=1, allow_nan=False).removesuffix("\n}")
@@ -291,14 +311,14 @@ class Results:
         return cls(**fields)
 
 
-def _plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Turns dataclasses, tuples and numbers into what JSON holds."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+        return {item.name: to_plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [to_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)

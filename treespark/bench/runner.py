@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import logging
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from treespark.bench.results import Difference, PromptTrials, Results, Trial
+from treespark.bench.arms import Arm
+from treespark.bench.progress import Progress
+from treespark.bench.records import Difference, PromptTrials, Trial
+from treespark.bench.results import Results
 from treespark.bench.suites import BenchPrompt, Suite, check_suites
-from treespark.decoding import DecodeResult, Round, compare_outputs, decode, decode_plain, simulate
+from treespark.bench.workload import Clock, Served, decode_workload
+from treespark.decoding import Round, compare_outputs, simulate
 from treespark.decoding.record import NEAR_TIE
 from treespark.drafters.source import weights_hash
 from treespark.environment import environment
 
 if TYPE_CHECKING:
-    from treespark.bench.arms import Arm
     from treespark.drafters import Drafter
     from treespark.target import Target
 
 _log = logging.getLogger(__name__)
 _WARMUP_TOKENS = 32
+_PROMPTS_PER_ROW = 4  # of a workload: enough that its rows are busy most of the time
+_PLAIN = Arm("plain")
 
 
 def run(
@@ -32,18 +41,25 @@ def run(
     *,
     max_new_tokens: int = 128,
     simulated: bool = False,
+    also_simulate: bool = False,
+    batch_sizes: Sequence[int] = (1,),
+    repeats: int = 1,
     seed: int = 0,
     warmup: int = 1,
     end_token_ids: Sequence[int] | None = None,
     progress: bool = True,
     on_prompt: Callable[[Results], None] | None = None,
+    unfinished: Results | None = None,
+    settings: Mapping[str, Any] | None = None,
+    clock: Clock = perf_counter,
 ) -> Results:
     """Decodes every prompt of the suites under every arm and records what happened.
 
-    Arms take turns prompt by prompt, and the one that goes first changes with each prompt. With `simulated`, plain
-    decoding writes the target's answer once per prompt and the arms' rounds are simulated on it: the same records
-    without a target forward per round, and without timing. An interruption (Ctrl-C) ends the run after at least one
-    whole prompt with what stands, marked as incomplete.
+    The prompts of a suite are decoded in groups: one by one, or for several requests side by side enough of them to
+    keep the rows busy. Arms take turns group by group, and the one that goes first changes with each group. With
+    `simulated`, plain decoding writes the target's answer once per prompt and the arms' rounds are simulated on it: the
+    same records without a target forward per round, and without timing. An interruption (Ctrl-C) ends the run after at
+    least one whole group with what stands, marked as incomplete.
 
     Args:
         target: The target.
@@ -51,44 +67,169 @@ def run(
         suites: What to decode.
         arms: From `make_arms`.
         max_new_tokens: Most new tokens of an answer.
-        simulated: Simulate the rounds of all arms but plain decoding, which is left out.
+        simulated: Simulate the rounds of all arms with a policy, and leave out the others.
+        also_simulate: Decode live, and simulate the same rounds once more on the answers.
+        batch_sizes: Numbers of requests that decode side by side. What `transformers` decodes takes part in 1 only.
+        repeats: How often everything is decoded.
         seed: Of the intervals' resampling.
-        warmup: Prompts that are decoded first, briefly, under every arm without being recorded.
+        warmup: Prompts that are decoded first, briefly, under every arm and batch size without being recorded.
         end_token_ids: Tokens that end an answer; None takes the target's own.
         progress: Whether to show a progress bar.
-        on_prompt: Receives the results so far after every prompt.
+        on_prompt: Receives the results so far after every group.
+        unfinished: Results of the same run that was interrupted: what they hold is not decoded again.
+        settings: Further options to keep with the results.
+        clock: Source of times in seconds.
 
     Raises:
-        ValueError: When there is nothing to evaluate: no prompt, no arm, no new token.
+        ValueError: When there is nothing to evaluate: no prompt, no arm, no new token; for batch sizes or repeats below
+            1; or (OtherRunError) for unfinished results of another run.
     """
     check_suites(suites)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}: nothing would be evaluated.")
+    if repeats < 1 or not batch_sizes or min(batch_sizes) < 1 or len(set(batch_sizes)) < len(batch_sizes):
+        raise ValueError(
+            f"Expected different batch sizes and repeats of at least 1, got {list(batch_sizes)} and {repeats}."
+        )
+    if simulated and (list(batch_sizes) != [1] or repeats > 1 or also_simulate):
+        raise ValueError(
+            "Simulated rounds are neither batched nor timed: leave out batch_sizes, repeats and also_simulate."
+        )
     chosen = [arm for arm in arms if not (simulated and arm.policy is None)]
     if not chosen:
-        raise ValueError("Nothing to evaluate: no arm" + (" but plain decoding to simulate." if simulated else "."))
-    runner = _Runner(target, drafter, chosen, max_new_tokens, end_token_ids)
+        raise ValueError("Nothing to evaluate: no arm" + (" with a policy to simulate." if simulated else "."))
+    for size in batch_sizes:
+        if not _taking_part(chosen, size):
+            raise ValueError(
+                f"Nothing to evaluate at batch size {size}: `transformers` decodes one request at a time here."
+            )
+    results = _describe(target, drafter, suites, chosen)
+    results.seed, results.simulated = seed, simulated
+    results.settings = {
+        "max_new_tokens": max_new_tokens,
+        "warmup": warmup,
+        "batch_sizes": list(batch_sizes),
+        "repeats": repeats,
+        "also_simulate": also_simulate,
+        **(settings or {}),
+    }
+    if unfinished is not None:
+        check_same_run(results, unfinished)
+        results.prompts, results.differences = list(unfinished.prompts), list(unfinished.differences)
+    runner = _Runner(target, drafter, chosen, max_new_tokens, end_token_ids, clock)
+    plan = list(_plan(suites, batch_sizes, repeats))
+    done = {(item.suite, item.index, item.batch_size, item.repeat) for item in results.prompts}
+    left = [(turn, group) for turn, group in enumerate(plan) if group.keys()[0] not in done]
+    total = sum(len(group.prompts) * len(_taking_part(chosen, group.batch_size)) for _, group in left)
+    with Progress(total, progress) as bar:
+        try:
+            for size in batch_sizes if warmup and not simulated and left else ():
+                bar.show("warm-up")
+                runner.warm_up([prompt for suite in suites for prompt in suite.prompts], size, warmup)
+            for turn, group in left:
+                if simulated:
+                    trials = [runner.simulate(prompt, bar) for prompt in group.prompts]
+                else:
+                    trials = runner.decode(group, turn, bar, also_simulate and group.is_first(batch_sizes))
+                for key, prompt, found in zip(group.keys(), group.prompts, trials, strict=True):
+                    suite, index, size, repeat = key
+                    tokens = hashlib.sha256(repr(prompt.ids).encode()).hexdigest()[:16]
+                    results.prompts.append(
+                        PromptTrials(suite, index, prompt.id, len(prompt.ids), found, size, repeat, tokens)
+                    )
+                results.differences += runner.take_differences()
+                if on_prompt and group is not plan[-1]:
+                    on_prompt(results)
+        except KeyboardInterrupt:
+            if not results.prompts:
+                raise
+            wanted = sum(len(group.prompts) for group in plan)
+            _log.warning("Interrupted: %d of %d prompts were evaluated.", len(results.prompts), wanted)
+            return results
+    results.complete = True
+    return results
+
+
+class OtherRunError(ValueError):
+    """Unfinished results that come from another run."""
+
+
+def check_same_run(wanted: Results, unfinished: Results) -> None:
+    """Checks that a run may go on from unfinished results.
+
+    Raises:
+        OtherRunError: With the first thing that differs.
+    """
+    mine, theirs = wanted.identity(), unfinished.identity()
+    for key in mine:
+        if mine[key] == theirs[key]:
+            continue
+        inner = [name for name in mine[key] if mine[key][name] != theirs[key].get(name)] if key == "settings" else []
+        what = f"{inner[0]} (there {theirs[key].get(inner[0])}, now {mine[key][inner[0]]})" if inner else key
+        raise OtherRunError(f"These unfinished results come from another run: its {what} differ.")
+
+
+class _Group(NamedTuple):
+    """Prompts of a suite that are decoded as one workload."""
+
+    suite: str
+    start: int
+    prompts: Sequence[BenchPrompt]
+    batch_size: int
+    repeat: int
+
+    def keys(self) -> list[tuple[str, int, int, int]]:
+        """Suite, index, batch size and repeat of each record."""
+        return [(self.suite, self.start + i, self.batch_size, self.repeat) for i in range(len(self.prompts))]
+
+    def is_first(self, batch_sizes: Sequence[int]) -> bool:
+        """Whether its prompts are decoded for the first time."""
+        return self.repeat == 0 and self.batch_size == batch_sizes[0]
+
+
+def _plan(suites: Sequence[Suite], batch_sizes: Sequence[int], repeats: int) -> Iterator[_Group]:
+    """Yields the groups in order: all batch sizes and suites once, then the next repeat."""
+    for repeat in range(repeats):
+        for size in batch_sizes:
+            for suite in suites:
+                count = len(suite.prompts)
+                groups = count if size == 1 else max(1, count // (_PROMPTS_PER_ROW * size))
+                edges = [count * number // groups for number in range(groups + 1)]
+                for start, end in itertools.pairwise(edges):
+                    yield _Group(suite.name, start, suite.prompts[start:end], size, repeat)
+
+
+def _taking_part(arms: Sequence[Arm], batch_size: int) -> list[Arm]:
+    return [arm for arm in arms if batch_size == 1 or arm.kind in ("plain", "policy")]
+
+
+def _describe(target: Target, drafter: Drafter, suites: Sequence[Suite], arms: Sequence[Arm]) -> Results:
+    """Returns results without records, with what they will be measured with."""
     found = environment()
-    results = Results(
+    return Results(
         arms=[
             {
                 "name": arm.name,
+                "kind": arm.kind,
                 "policy": None if arm.policy is None else arm.policy.config(),
                 "description": arm.description,
                 "marked": arm.marked,
             }
-            for arm in chosen
+            for arm in arms
         ],
         suites=[
-            {"name": suite.name, "path": suite.path, "sha256": suite.sha256, "num_prompts": len(suite.prompts)}
+            {
+                "name": suite.name,
+                "category": suite.category,
+                "path": suite.path,
+                "sha256": suite.sha256,
+                "num_prompts": len(suite.prompts),
+            }
             for suite in suites
         ],
         depths=drafter.block_size,
-        seed=seed,
-        simulated=simulated,
         dtype=str(target.dtype).removeprefix("torch."),
         complete=False,
-        settings={"max_new_tokens": max_new_tokens, "warmup": warmup},
         target={
             "name": target.spec.name,
             "model_type": target.spec.model_type,
@@ -114,32 +255,10 @@ def run(
             "platform": found["platform"],
         },
     )
-    prompts = [(suite, index, prompt) for suite in suites for index, prompt in enumerate(suite.prompts)]
-    with _Progress(len(prompts) * len(chosen), progress) as bar:
-        try:
-            if not simulated:
-                for _, _, prompt in prompts[:warmup]:
-                    bar.show("warm-up")
-                    runner.warm_up(prompt)
-            for turn, (suite, index, prompt) in enumerate(prompts):
-                decoded = (runner.simulate if simulated else runner.decode)(prompt, turn, bar)
-                results.prompts.append(PromptTrials(suite.name, index, prompt.id, len(prompt.ids), decoded))
-                results.differences += [
-                    Difference(suite.name, index, prompt.id, **item) for item in runner.take_differences()
-                ]
-                if on_prompt and turn + 1 < len(prompts):
-                    on_prompt(results)
-        except KeyboardInterrupt:
-            if not results.prompts:
-                raise
-            _log.warning("Interrupted: %d of %d prompts were evaluated.", len(results.prompts), len(prompts))
-            return results
-    results.complete = True
-    return results
 
 
 class _Runner:
-    """Decodes one prompt after the other under all arms."""
+    """Decodes one group of prompts after the other under all arms."""
 
     def __init__(
         self,
@@ -148,134 +267,113 @@ class _Runner:
         arms: Sequence[Arm],
         max_new_tokens: int,
         end_token_ids: Sequence[int] | None,
+        clock: Clock,
     ) -> None:
         self.target, self.drafter, self.arms = target, drafter.eval(), arms
-        self.max_new_tokens, self.end_token_ids = max_new_tokens, end_token_ids
+        self.max_new_tokens, self.end_token_ids, self.clock = max_new_tokens, end_token_ids, clock
         # float64 leaves nothing to rounding; a near-tie excuses a difference in float32 only.
         self.near_tie = 0.0 if target.dtype == torch.float64 else NEAR_TIE
-        self.differences: list[dict[str, Any]] = []
+        self.differences: list[Difference] = []
 
-    def warm_up(self, prompt: BenchPrompt) -> None:
+    def warm_up(self, prompts: Sequence[BenchPrompt], batch_size: int, count: int) -> None:
         """Decodes a few tokens under every arm: first calls allocate memory and load kernels."""
-        for arm in self.arms:
-            self._decode_arm(arm, prompt, min(self.max_new_tokens, _WARMUP_TOKENS))
+        tokens = _WARMUP_TOKENS if batch_size == 1 else _WARMUP_TOKENS // 4
+        for arm in _taking_part(self.arms, batch_size):
+            self._decode(arm, prompts[: max(count, batch_size)], batch_size, min(self.max_new_tokens, tokens))
 
-    def decode(self, prompt: BenchPrompt, turn: int, bar: _Progress) -> dict[str, Trial]:
-        """Decodes a prompt under every arm and compares the outputs with plain decoding's."""
-        first = turn % len(self.arms)
-        found: dict[str, DecodeResult] = {}
-        for arm in [*self.arms[first:], *self.arms[:first]]:
+    def decode(self, group: _Group, turn: int, bar: Progress, also_simulate: bool) -> list[dict[str, Trial]]:
+        """Decodes a group under every arm and compares the outputs with plain decoding's: trials of each prompt."""
+        arms = _taking_part(self.arms, group.batch_size)
+        first = turn % len(arms)
+        found: dict[str, list[Served]] = {}
+        for arm in [*arms[first:], *arms[:first]]:
             bar.show(arm.name)
-            found[arm.name] = self._decode_arm(arm, prompt, self.max_new_tokens)
-            bar.advance()
-        plain = next((found[arm.name] for arm in self.arms if arm.policy is None), None)
-        trials = {}
-        for arm in self.arms:
-            result = found[arm.name]
-            identical, num_compared = None, 0
-            if plain is not None and result is not plain:
-                seen = compare_outputs(plain, result, near_tie=self.near_tie)
-                identical, num_compared = seen.identical, seen.num_compared
-                if not identical:
-                    self.differences.append(
-                        {"arm": arm.name, "position": seen.first_difference, "gap": seen.gap, "near_tie": seen.near_tie}
-                    )
-            trials[arm.name] = _trial(result.rounds, len(result.tokens), result, identical, num_compared)
-        return trials
+            found[arm.name] = self._decode(arm, group.prompts, group.batch_size, self.max_new_tokens)
+            bar.advance(len(group.prompts))
+        plain = next((arm.name for arm in arms if arm.kind == "plain"), None)
+        table = []
+        for place, prompt in enumerate(group.prompts):
+            trials = {}
+            for arm in arms:
+                served, reference = found[arm.name][place], found[plain][place] if plain else None
+                trial = _live_trial(served)
+                if reference is not None and arm.name != plain:
+                    seen = compare_outputs(reference.result, served.result, near_tie=self.near_tie)
+                    trial = replace(trial, identical=seen.identical, num_compared=seen.num_compared)
+                    if not seen.identical:
+                        suite, index, size, repeat = group.keys()[place]
+                        assert seen.first_difference is not None
+                        where = (suite, index, prompt.id, arm.name, seen.first_difference)
+                        self.differences.append(Difference(*where, seen.gap, seen.near_tie, size, repeat))
+                trials[arm.name] = trial
+            if also_simulate:
+                text = found[plain or arms[0].name][place].result.tokens
+                for name, rounds in self._simulate(prompt, text).items():
+                    if name in trials:
+                        trials[name] = replace(trials[name], simulated=[item.committed for item in rounds])
+            table.append(trials)
+        return table
 
-    def simulate(self, prompt: BenchPrompt, turn: int, bar: _Progress) -> dict[str, Trial]:
+    def simulate(self, prompt: BenchPrompt, bar: Progress) -> dict[str, Trial]:
         """Writes the target's answer, then simulates every arm's rounds on it."""
         bar.show("answer")
-        plain = decode_plain(
-            self.target, prompt.ids, max_new_tokens=self.max_new_tokens, end_token_ids=self.end_token_ids
-        )
-        device = self.target.device
-        ids = torch.tensor([[*prompt.ids, *plain.tokens]], device=device)  # [1, S]
-        features = self.target.features(ids, self.drafter.layer_ids)
-        start, end = torch.tensor([len(prompt.ids)], device=device), torch.tensor([ids.shape[1]], device=device)
+        (plain,) = self._decode(_PLAIN, [prompt], 1, self.max_new_tokens)
         trials = {}
-        for number, arm in enumerate(self.arms):
-            bar.show(arm.name)
-            rounds = simulate(
-                self.target,
-                self.drafter,
-                arm.policy,
-                features,
-                ids,
-                start,
-                end,
-                end_token_ids=self.end_token_ids,
-                check=number == 0,
-            )[0]
-            trials[arm.name] = _trial(rounds, len(plain.tokens), plain)
+        for name, rounds in self._simulate(prompt, plain.result.tokens).items():
+            trials[name] = _trial(rounds, len(plain.result.tokens), plain.result.finish_reason)
             bar.advance()
         return trials
 
-    def take_differences(self) -> list[dict[str, Any]]:
-        """Returns the differences of the last prompt."""
+    def _simulate(self, prompt: BenchPrompt, answer: Sequence[int]) -> dict[str, list[Round]]:
+        """Simulates the rounds of every arm with a policy on the target's answer."""
+        device = self.target.device
+        ids = torch.tensor([[*prompt.ids, *answer]], device=device)  # [1, S]
+        features = self.target.features(ids, self.drafter.layer_ids)
+        start, end = torch.tensor([len(prompt.ids)], device=device), torch.tensor([ids.shape[1]], device=device)
+        found: dict[str, list[Round]] = {}
+        for arm in self.arms:
+            if arm.policy is not None:
+                found[arm.name] = simulate(
+                    self.target,
+                    self.drafter,
+                    arm.policy,
+                    features,
+                    ids,
+                    start,
+                    end,
+                    end_token_ids=self.end_token_ids,
+                    check=not found,
+                )[0]
+        return found
+
+    def take_differences(self) -> list[Difference]:
+        """Returns the differences of the last group."""
         found, self.differences = self.differences, []
         return found
 
-    def _decode_arm(self, arm: Arm, prompt: BenchPrompt, max_new_tokens: int) -> DecodeResult:
-        if arm.policy is None:
-            return decode_plain(
-                self.target, prompt.ids, max_new_tokens=max_new_tokens, end_token_ids=self.end_token_ids
-            )
-        return decode(
+    def _decode(self, arm: Arm, prompts: Sequence[BenchPrompt], batch_size: int, max_new_tokens: int) -> list[Served]:
+        return decode_workload(
             self.target,
             self.drafter,
-            prompt.ids,
-            policy=arm.policy,
-            allow_other_policy=True,  # an arm is asked for by name, and `marked` says what it is
+            arm,
+            [prompt.ids for prompt in prompts],
+            batch_size=batch_size,
             max_new_tokens=max_new_tokens,
             end_token_ids=self.end_token_ids,
+            clock=self.clock,
         )
 
 
-def _trial(
-    rounds: Sequence[Round], num_tokens: int, result: DecodeResult, identical: bool | None = None, num_compared: int = 0
-) -> Trial:
+def _live_trial(served: Served) -> Trial:
+    result, times = served.result, served.times
+    trial = _trial(result.rounds, len(result.tokens), result.finish_reason)
+    return replace(trial, timing=dict(result.timing) | vars(times))
+
+
+def _trial(rounds: Sequence[Round], num_tokens: int, finish_reason: str) -> Trial:
     return Trial(
         num_tokens=num_tokens,
-        finish_reason=result.finish_reason,
+        finish_reason=finish_reason,
         num_accepted=[item.num_accepted for item in rounds],
         committed=[item.committed for item in rounds],
-        timing=dict(result.timing) if rounds is result.rounds else {},
-        identical=identical,
-        num_compared=num_compared,
     )
-
-
-class _Progress:
-    """A progress bar, or nothing."""
-
-    def __init__(self, total: int, enabled: bool) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self.bar = Progress(
-            TextColumn("Decoding"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
-            console=Console(stderr=True),
-            disable=not enabled,
-            transient=True,
-        )
-        self.task = self.bar.add_task("", total=total)
-
-    def __enter__(self) -> _Progress:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.stop()
-
-    def show(self, what: str) -> None:
-        """Names what is being decoded."""
-        self.bar.update(self.task, description=what)
-
-    def advance(self) -> None:
-        """Counts one answer."""
-        self.bar.advance(self.task)

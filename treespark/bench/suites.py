@@ -1,4 +1,4 @@
-"""Suites: the prompts of a JSONL file, rendered to the tokens that decoding starts from."""
+"""Suites: prompts rendered to the tokens that decoding starts from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treespark.data.prompts import DataError, check_file, hash_files, parse_line
+from treespark.bench.sources import Source
+from treespark.data.prompts import DataError, check_file, parse_line
 from treespark.data.template import render
 
 if TYPE_CHECKING:
@@ -35,20 +36,22 @@ class Suite:
     """Prompts that are reported together.
 
     Attributes:
-        name: What the tables call it: the file's name without its ending.
+        name: What the tables call it: the file's name without its ending, or what the YAML says.
         prompts: At least one prompt.
-        path: The file they come from; empty when they come from elsewhere.
-        sha256: Of the file's bytes.
+        path: The file or data set they come from; empty when they come from elsewhere.
+        sha256: Of the file's bytes, or of the prompts of a data set.
+        category: Suites of one category are also averaged alone.
     """
 
     name: str
     prompts: tuple[BenchPrompt, ...]
     path: str = ""
     sha256: str = ""
+    category: str = ""
 
 
 def load_suite(
-    path: str | Path,
+    source: Source | str | Path,
     target: Target,
     *,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -60,7 +63,7 @@ def load_suite(
     Answers in the file are not used.
 
     Args:
-        path: JSONL file.
+        source: JSONL file, or what `find_sources` returned.
         target: The target, for its tokenizer and its longest context.
         chat_template_kwargs: Options that the chat template reads.
         num_prompts: The first so many prompts; None takes all.
@@ -69,23 +72,22 @@ def load_suite(
     Raises:
         FileNotFoundError: When there is no such file.
         DataError: For a line that cannot be used (with file and line), a prompt that is too long, or an empty file.
-        ValueError: When `num_prompts` is below 1.
+        ValueError: When `num_prompts` is below 1, or a data set cannot be had.
     """
     if num_prompts is not None and num_prompts < 1:
         raise ValueError(f"num_prompts must be at least 1, got {num_prompts}: nothing would be evaluated.")
-    file = check_file(path)
-    prompts: list[BenchPrompt] = []
-    for number, raw in enumerate(file.read_bytes().split(b"\n"), start=1):
-        if num_prompts is not None and len(prompts) >= num_prompts:
-            break
-        if raw.strip():
-            prompts.append(_prompt(raw, str(path), number, target, chat_template_kwargs, max_new_tokens))
-    if not prompts:
+    if not isinstance(source, Source):
+        source = Source(Path(source).stem, path=str(check_file(source)))
+    lines, sha256 = source.lines(num_prompts)
+    if not lines:
         raise DataError(
-            f"{path}: nothing to evaluate, the file has no line. Expected one JSON object a line with 'prompt', "
-            "'messages' or 'turns'."
+            f"{source.place}: nothing to evaluate, the {'file has no line' if source.path else 'suite has no row'}. "
+            "Expected one JSON object a line with 'prompt', 'messages' or 'turns'."
         )
-    return Suite(file.stem, tuple(prompts), str(path), hash_files([file]))
+    prompts = tuple(
+        _prompt(line, source.place, number, target, chat_template_kwargs, max_new_tokens) for number, line in lines
+    )
+    return Suite(source.name, prompts, source.place, sha256, source.category)
 
 
 def check_suites(suites: Sequence[Suite]) -> None:
@@ -99,11 +101,11 @@ def check_suites(suites: Sequence[Suite]) -> None:
     names = [suite.name for suite in suites]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"Two suites are called '{name}', after their files: rename one of the files.")
+            raise ValueError(f"Two suites are called '{name}': rename one of their files, or one in the YAML.")
 
 
 def _prompt(
-    raw: bytes,
+    raw: bytes | str,
     path: str,
     line: int,
     target: Target,
@@ -126,9 +128,9 @@ def _prompt(
     return BenchPrompt(str(record.fields.get("id", line)), tuple(ids), record.where)
 
 
-def _first_turn(raw: bytes, path: str, line: int) -> bytes | str:
+def _first_turn(raw: bytes | str, path: str, line: int) -> bytes | str:
     """Returns the line with `turns` replaced by its first turn as `prompt`; other lines as they are."""
-    if b'"turns"' not in raw:
+    if (b'"turns"' if isinstance(raw, bytes) else '"turns"') not in raw:  # type: ignore[operator]
         return raw
     try:
         fields = json.loads(raw)

@@ -1,4 +1,4 @@
-"""`treespark mix`, `generate`, `bench` and `export`: functions whose signatures are their options."""
+"""`treespark mix`, `generate`, `bench`, `compare` and `export`: functions whose signatures are their options."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ def run(name: str, argv: list[str]) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     function = _function(name)
     arguments = spell_out(function, argv)
+    # `compare a.json b.json`; everything else goes by name.
+    positional = name == "compare" and not {"--first", "--second"} & set(argv)
     result = auto_cli(
-        function, args=arguments, as_positional=False, parser_class=HelpfulParser, prog=f"treespark {name}"
+        function, args=arguments, as_positional=positional, parser_class=HelpfulParser, prog=f"treespark {name}"
     )
     return int(getattr(result, "exit_code", 0))
 
@@ -41,6 +43,10 @@ def _function(name: str) -> Callable[..., Any]:
         from treespark.commands.exporting import export
 
         return export
+    if name == "compare":
+        from treespark.bench.compare import compare
+
+        return compare
     from treespark.bench import bench
 
     return bench

@@ -1,0 +1,83 @@
+"""The records of a benchmark: what one prompt did under one arm, once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One prompt under one arm.
+
+    Attributes:
+        num_tokens: New tokens, the prefill's one included.
+        finish_reason: "stop" or "length".
+        num_accepted: Accepted draft tokens of each round, the bonus left out.
+        committed: Committed tokens of each round, the bonus included.
+        timing: Seconds by name: those of `DecodeResult.timing`, and first_token, rest and share (see `Times`); empty
+            for simulated rounds.
+        identical: Whether the tokens are plain decoding's; None where that was not compared.
+        num_compared: Tokens compared, up to and with the first difference.
+        simulated: Committed tokens of each simulated round, where a live run also simulates.
+    """
+
+    num_tokens: int
+    finish_reason: str
+    num_accepted: list[int]
+    committed: list[int]
+    timing: dict[str, float] = field(default_factory=dict)
+    identical: bool | None = None
+    num_compared: int = 0
+    simulated: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class PromptTrials:
+    """One prompt under every arm, decoded once.
+
+    Attributes:
+        suite: Name of its suite.
+        index: Its place in the suite, from 0.
+        id: The line's id.
+        num_prompt_tokens: Length of the prompt.
+        trials: By name of the arm.
+        batch_size: The most requests that decoded side by side.
+        repeat: Which repeat it was, from 0.
+        sha256: Of the prompt's tokens.
+    """
+
+    suite: str
+    index: int
+    id: str
+    num_prompt_tokens: int
+    trials: dict[str, Trial]
+    batch_size: int = 1
+    repeat: int = 0
+    sha256: str = ""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token of an output that is not plain decoding's.
+
+    Attributes:
+        suite: Name of the suite.
+        index: The prompt's place in it.
+        id: The prompt's id.
+        arm: Name of the arm.
+        position: Index of the token in the answer.
+        gap: Plain decoding's best minus second best logit there; None where one output ended and the other went on.
+        near_tie: Whether that gap is so small that rounding may decide.
+        batch_size: Requests side by side.
+        repeat: Which repeat it was.
+    """
+
+    suite: str
+    index: int
+    id: str
+    arm: str
+    position: int
+    gap: float | None
+    near_tie: bool
+    batch_size: int = 1
+    repeat: int = 0
