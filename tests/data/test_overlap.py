@@ -45,7 +45,7 @@ def test_suites_against_plain_sets(train: list[str], test: list[str], n: int) ->
     for text in train:
         own = plain_grams(text, n) - template
         best = max((len(own & other) / max(min(len(own), len(other)), 1) for other in held), default=0.0)
-        removal = found._in_suites(record(text))
+        removal = found._in_suites(record(text), [text], [found.grams(text)])
         if text in test:
             assert removal is not None and removal.overlap == 1.0
         elif best >= 0.5:

@@ -155,7 +155,9 @@ class Duplicates:
 
     def is_new(self, record: PromptRecord) -> bool:
         """Whether neither a suite nor an earlier prompt resembles the user's text; if so, it is remembered."""
-        removal = self._in_suites(record) or self._seen(record)
+        texts = _user_texts(record)
+        grams = [self.grams(text) for text in texts]
+        removal = self._in_suites(record, texts, grams) or self._seen(record, texts, grams)
         if removal is not None:
             self.removals.append(removal)
         return removal is None
@@ -168,15 +170,15 @@ class Duplicates:
 
     # Suites ---------------------------------------------------------------------------------------------------------
 
-    def _in_suites(self, record: PromptRecord) -> Removal | None:
+    def _in_suites(self, record: PromptRecord, texts: Sequence[str], grams: Sequence[Grams]) -> Removal | None:
         if not self._suites:
             return None
         best: tuple[float, int] | None = None
-        for text in _user_texts(record):
+        for text, own in zip(texts, grams, strict=True):
             if (same := self._suite_exact.get(_squeezed(text))) is not None:
                 best = (1.0, same)
                 break
-            found = self._best_suite(self._content(self.grams(text)))
+            found = self._best_suite(self._content(own))
             if found is not None and (best is None or found[0] > best[0]):
                 best = found
         if best is None or best[0] < self.suite_overlap:
@@ -185,7 +187,7 @@ class Duplicates:
 
     def _best_suite(self, own: Grams) -> tuple[float, int] | None:
         """The highest share and the first suite text that has it."""
-        hits = np.intersect1d(own, self._suite_grams, assume_unique=True)
+        hits = own[_held(own, self._suite_grams)]
         if not len(hits):
             return None
         counts = Counter(i for gram in hits.tolist() for i in self._holders[gram])
@@ -194,16 +196,15 @@ class Duplicates:
 
     def _content(self, grams: Grams) -> Grams:
         """The n-grams that are no suite's template."""
-        return np.setdiff1d(grams, self._template, assume_unique=True) if len(self._template) else grams
+        return grams[~_held(grams, self._template)]
 
     # Within the set -------------------------------------------------------------------------------------------------
 
-    def _seen(self, record: PromptRecord) -> Removal | None:
-        text = "\n".join(_user_texts(record))
-        digest = hashlib.sha256(_squeezed(text).encode("utf-8", "surrogatepass")).hexdigest()
+    def _seen(self, record: PromptRecord, texts: Sequence[str], grams: Sequence[Grams]) -> Removal | None:
+        digest = hashlib.sha256(_squeezed("\n".join(texts)).encode("utf-8", "surrogatepass")).hexdigest()
         if digest in self._exact:
             return self._removal(record, "exact", self._exact[digest], 1.0)
-        own = self.grams(text)
+        own = np.unique(np.concatenate(grams)) if len(grams) > 1 else grams[0]
         if len(own):
             bands = self._signature(own)
             share, i = self._most_alike(own, bands)
@@ -224,7 +225,7 @@ class Duplicates:
         best = (0.0, 0)
         for i, _ in shared.most_common(_COMPARED):
             other = self._kept[i][1]
-            common = len(np.intersect1d(own, other, assume_unique=True))
+            common = int(_held(own, other).sum())
             best = max(best, (common / (len(own) + len(other) - common), -i))
         return best[0], -best[1]
 
@@ -259,6 +260,15 @@ class Duplicates:
             )
             self._words[word] = value
         return value
+
+
+def _held(grams: Grams, ascending: Grams) -> NDArray[np.bool_]:
+    """Which n-grams are among others; quick where there are few of them and many others."""
+    if not len(ascending):
+        return np.zeros(len(grams), dtype=np.bool_)
+    places = np.searchsorted(ascending, grams)
+    found: NDArray[np.bool_] = ascending[np.minimum(places, len(ascending) - 1)] == grams
+    return found
 
 
 def _user_texts(record: PromptRecord) -> list[str]:

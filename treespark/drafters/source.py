@@ -79,8 +79,8 @@ def check_template(
     other_text = known is not None and known != template_sha256(target.tokenizer)
     if other_text and not allow_other:
         raise ValueError(
-            f"The drafter was trained with another chat template (SHA-256 {known[:12]}) than '{target.spec.name}' has: "
-            "restore the tokenizer's template, or set allow_other_template to compare on purpose."
+            f"The drafter was trained with another chat template (SHA-256 {str(known)[:12]}) than '{target.spec.name}' "
+            "has: restore the tokenizer's template, or set allow_other_template to compare on purpose."
         )
     recorded = drafter.extra.get("chat_template_kwargs")
     if given is None:
