@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from treespark.target import Target
 
 _PREFIX = "drafter."
+_DISTRIBUTED = "meta.pt"  # Lightning's mark of a folder with one part of a checkpoint for each process
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,12 @@ def open_drafter(path: str | Path) -> DrafterSource:
         raise FileNotFoundError(
             f"{path}: no such drafter. Give a checkpoint folder, a hub id (owner/name), or a checkpoint file (.ckpt) "
             "of `treespark fit`."
+        )
+    if (place / _DISTRIBUTED).is_file():
+        raise ValueError(
+            f"{path} is a checkpoint in parts, one for each process of a sharded training, and its index is pickled. "
+            "Train with ModelParallelStrategy's save_distributed_checkpoint: false, or, if you trust it, make one file "
+            f"of it: python -m lightning.pytorch.utilities.consolidate_checkpoint {path}"
         )
     return _open_folder(place) if place.is_dir() else _open_checkpoint(place)
 

@@ -90,7 +90,8 @@ class DraftingCLI(LightningCLI):
 
         options, data = self.config_init["test"], self.datamodule
         module: DraftingModule = self.model
-        module.drafter.recorded_policy = module.policy.config()
+        drafter = module.whole_drafter()
+        drafter.recorded_policy = module.policy.config()
         limit = options["max_new_tokens"]
         suite = load_suite(
             data.test,
@@ -99,8 +100,8 @@ class DraftingCLI(LightningCLI):
             num_prompts=options["num_prompts"],
             max_new_tokens=limit,
         )
-        arms = make_arms(module.drafter, options["modes"])
-        results = run_bench(module.target, module.drafter, [suite], arms, max_new_tokens=limit)
+        arms = make_arms(drafter, options["modes"])
+        results = run_bench(module.target, drafter, [suite], arms, max_new_tokens=limit)
         if options["output"]:
             results.save(options["output"])
         print_report(results)
