@@ -1,7 +1,7 @@
 """Expected memory of a training on one GPU of n, by the formula that docs/scaling.md derives; nothing is allocated.
 
-    python benchmarks/memory.py
-    python benchmarks/memory.py --anchors 256 --micro_batches 4 --gpus 1 8 16
+python benchmarks/memory.py
+python benchmarks/memory.py --anchors 256 --micro_batches 4 --gpus 1 8 16
 """
 
 from __future__ import annotations
