@@ -111,10 +111,8 @@ def memory(model: Model, drafter: DSparkDrafter, gpus: int, mode: str, work: Wor
     target = model.shared + model.layers * model.layer
     if mode == "fsdp2, sharded target":
         target = model.shared + model.layers * model.layer / gpus + 2 * model.layer
-    if mode == "ddp":
-        states = 16 * trained + (4 * trained if gpus > 1 else 0)  # the buckets that DDP averages in
-    else:
-        states = 12 * trained / gpus + 8 * trained
+    ddp = 16 * trained + (4 * trained if gpus > 1 else 0)  # with the buckets that it averages in
+    states = ddp if mode == "ddp" else 12 * trained / gpus + 8 * trained
     return {
         "target": 2 * target,
         "drafter": states + 2 * trained,  # autocast keeps bfloat16 copies during a step

@@ -34,7 +34,10 @@ def test_the_map_is_the_tree() -> None:
     assert all((ROOT / path).exists() for path in mapped())
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md", "docs/scaling.md", "docs/checkpoints.md"])
+@pytest.mark.parametrize(
+    "document",
+    ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md", "docs/scaling.md", "docs/checkpoints.md"],
+)
 def test_documents_name_files_that_are_there(document: str) -> None:
     """Every relative link, and every file in backquotes with a folder of ours in front."""
     text = (ROOT / document).read_text(encoding="utf-8")

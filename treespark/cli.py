@@ -20,7 +20,7 @@ COMMANDS = {
     "generate": ("functions", "run", "The target's own answers to a prompt file, as training and validation data"),
     "bench": ("functions", "run", "Compare plain, chain and tree decoding on prompt files"),
     "export": ("functions", "run", "Write a drafter for other engines: deepspec, speculators or specforge"),
-    "list": ("listing", "run", "Registered losses, policies and drafters, one line each"),
+    "list": ("listing", "run", "Registered losses, policies, drafters and formats, one line each"),
 }
 
 _EPILOG = """Options of a subcommand: treespark SUBCOMMAND --help

@@ -163,7 +163,9 @@ def run(name: str, argv: list[str]) -> int:
 
 def _quieten() -> None:
     """Drops remarks of Lightning that are wrong here: a frozen target is meant, as are loaders without processes."""
-    for message in ("does not have many workers", "in eval mode at the start of training", "LeafSpec.*deprecated"):
+    # Validation figures are summed over processes before they are logged.
+    remarks = ("does not have many workers", "in eval mode at the start of", "LeafSpec.*deprecated", "sync_dist=True")
+    for message in remarks:
         warnings.filterwarnings("ignore", message=f".*{message}")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: "litlogger" not in record.getMessage() and "litmodels" not in record.getMessage()
