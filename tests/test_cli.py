@@ -118,6 +118,9 @@ def test_list_shows_one_line_a_class(capsys: pytest.CaptureFixture[str]) -> None
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["BestFirst", "Budgeted", "Chain", "DDTree"]
     assert all(len(line.split()) > 3 for line in lines)
+    assert dispatch(["list", "formats"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names == ["DFlashFormat", "deepspec", "specforge", "speculators"]  # as `export --format` calls those written
 
 
 def test_entry_points() -> None:

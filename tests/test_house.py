@@ -34,12 +34,15 @@ def test_the_map_is_the_tree() -> None:
     assert all((ROOT / path).exists() for path in mapped())
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md"])
+@pytest.mark.parametrize(
+    "document",
+    ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md", "docs/scaling.md", "docs/checkpoints.md"],
+)
 def test_documents_name_files_that_are_there(document: str) -> None:
     """Every relative link, and every file in backquotes with a folder of ours in front."""
     text = (ROOT / document).read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
-    named = re.findall(r"`((?:tests|recipes|losses|policies|tools|treespark)/[\w./]+\.\w+)`", text)
+    named = re.findall(r"`((?:tests|recipes|losses|policies|tools|benchmarks|treespark)/[\w./]+\.\w+)`", text)
     missing = [link for link in links if not ((ROOT / document).parent / link).exists()]
     missing += [name for name in named if not (ROOT / name).exists()]
     assert missing == []

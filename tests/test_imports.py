@@ -18,7 +18,7 @@ FLOORS: list[set[str]] = [
     {"drafters", "features", "replay"},
     {"blocks"},
     {"losses", "metrics"},
-    {"data", "decoding", "export", "tracking", "objective"},
+    {"data", "decoding", "export", "tracking", "objective", "sharding"},
     {"bench", "generation"},
     {"module"},
     {"doctor"},
@@ -27,7 +27,7 @@ FLOORS: list[set[str]] = [
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ONLY_IN = {
     "transformers": {"target", "drafters", "data", "export", "generation"},
-    "lightning": {"data", "module", "tracking", "commands"},
+    "lightning": {"data", "module", "tracking", "commands", "sharding"},
     "mlflow": {"tracking"},
 }
 

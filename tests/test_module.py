@@ -160,6 +160,8 @@ def test_validation_measures_everything_and_training_improves_it(target: str, an
     )
     for name in ("l1", "confidence", "survival", "coverage"):
         assert f"val/loss/{name}" in after
+    for name in ("coverage/active", "coverage/capped", "survival/path_mass"):
+        assert 0 <= after[f"val/{name}"] <= 1
     for name in ("coverage", "argmax_survival", "packed_nodes"):
         assert {f"val/{name}/depth_{d}" for d in (1, 2, 3)} <= set(after)
     assert sum(after[f"val/packed_nodes/depth_{d}"] for d in (1, 2, 3)) == pytest.approx(6, abs=2)
@@ -177,6 +179,26 @@ def test_micro_batches_do_not_change_the_gradient(target: str, answers: str, tmp
         models.append(model)
     for (name, left), right in zip(models[0].state_dict().items(), models[1].state_dict().values(), strict=True):
         torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_mixed_precision_keeps_float32_masters(target: str, answers: str, tmp_path: Path) -> None:
+    """bf16-mixed: weights, gradients, AdamW's averages and the loss stay float32, as do the target's own states."""
+    kept, dtypes = Losses(), set()
+
+    class Gradients(Callback):
+        def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Any) -> None:
+            dtypes.update(p.grad.dtype for p in module.drafter.parameters() if p.grad is not None)
+
+    model = seeded(lambda: module(target))
+    run = trainer(tmp_path, max_steps=2, precision="bf16-mixed", callbacks=[kept, Gradients()], limit_val_batches=1.0)
+    run.fit(model, data(target, answers))
+    states = [value.dtype for state in run.optimizers[0].state.values() for value in state.values()]
+    assert {tensor.dtype for tensor in model.state_dict().values()} == dtypes == set(states) == {torch.float32}
+    assert all(loss.dtype == torch.float32 and torch.isfinite(loss) for loss in kept.values)
+    ids = torch.arange(3, 13).unsqueeze(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        features = model.target.features(ids, model.drafter.layer_ids)
+    assert torch.equal(features.final, model.target.features(ids, model.drafter.layer_ids).final)
 
 
 def test_learning_rate_in_closed_form(target: str, answers: str, tmp_path: Path) -> None:

@@ -147,14 +147,16 @@ def test_micro_batches_equal_one_batch(seed: int, cut: int) -> None:
 
 
 def test_evaluate_gives_the_values_of_training() -> None:
-    """Numerators and denominators of a validation pass are those of a training step."""
+    """Numerators and denominators of a validation pass are those of a training step, diagnostics too."""
     policy = Budgeted(2, 6)
     drafter, hidden, labels, states = setup(7, 0, policy)
     batch = drafted(drafter, hidden.requires_grad_(), labels, states, policy)
     objective, seen = Objective(terms(), 3), []
     sums, weights = objective.evaluate(batch, seen.append)
     value = objective([batch], head_parameters(drafter), labels=[labels])
-    torch.testing.assert_close(sums / weights, value.values)
+    found = dict(zip(objective.figures, sums / weights, strict=True))
+    expected = {f"loss/{term.name}": item for term, item in zip(objective.terms, value.values, strict=True)}
+    torch.testing.assert_close(found, expected | value.diagnostics)
     assert len(seen) == 3
 
 

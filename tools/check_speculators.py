@@ -3,6 +3,9 @@
     python tools/check_speculators.py                        # makes an environment in the cache, once (several minutes)
     python tools/check_speculators.py --python ENV/bin/python   # uses one that has the package
 
+The environment is `speculators-env` in TREESPARK_CACHE (or ~/.cache/treespark), a few GB with torch; pip's own settings
+apply, so `PIP_CONSTRAINT` or `PIP_EXTRA_INDEX_URL` may ask for a torch without CUDA.
+
 Random tiny drafters of several kinds are exported, loaded by the package in that environment, and run on the same text
 with teacher forcing; logits and confidence logits are compared. Not part of the test suite, since the package pins
 other versions of large libraries.
@@ -86,7 +89,10 @@ def main() -> int:
     parser.add_argument("--python", help="interpreter of an environment that has the package")
     python = parser.parse_args().python or make_environment()
     version = "from importlib.metadata import version; print(version('speculators'), version('torch'))"
-    print("speculators, torch:", subprocess.check_output([python, "-c", version], text=True).strip())
+    try:
+        print("speculators, torch:", subprocess.check_output([python, "-c", version], text=True).strip(), flush=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(f"--python {python}: expected the interpreter of an environment with speculators and torch ({error}).")
     failed = False
     with tempfile.TemporaryDirectory() as temporary:
         folders = {name: Path(temporary) / name.replace(" ", "_") for name in DRAFTERS}
@@ -101,12 +107,17 @@ def main() -> int:
 
 
 def make_environment() -> str:
-    """Installs the package beside the cached targets, once."""
+    """Installs the package beside the cached targets, once; what an interruption left is made anew."""
     folder = cache_folder() / "speculators-env"
-    python = folder / "bin" / "python"
+    python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     if not (folder / "complete").is_file():
+        print(f"Installing speculators into {folder}, once; this takes minutes.", flush=True)
         venv.create(folder, with_pip=True, clear=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "speculators"], check=True)
+        if subprocess.run([python, "-m", "pip", "install", "--quiet", "speculators"]).returncode:
+            sys.exit(
+                f"pip could not install the package speculators into {folder} (its message stands above). Repeat this "
+                "with a connection, or name an environment that has the package: --python ENV/bin/python"
+            )
         (folder / "complete").touch()
     return str(python)
 

@@ -28,7 +28,7 @@ COMMANDS = {
     "compare": ("functions", "run", "Set two results of bench against each other: compare a.json b.json"),
     "export": ("functions", "run", "Write a drafter for other engines: deepspec, speculators or specforge"),
     "doctor": ("doctor", "run", "What would ruin a training, before it starts: --config R"),
-    "list": ("listing", "run", "Registered losses, policies and drafters, one line each"),
+    "list": ("listing", "run", "Registered losses, policies, drafters and formats, one line each"),
 }
 
 _EPILOG = """Options of a subcommand: treespark SUBCOMMAND --help

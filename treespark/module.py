@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -25,7 +25,10 @@ from treespark.losses import LossTerm
 from treespark.metrics import ValidationMetrics
 from treespark.objective import Drafted, Objective
 from treespark.policies import TreePolicy
+from treespark.sharding import ShardedDrafter, check_resumed_file, check_strategy, shard_target, whole_copy
 from treespark.target import Target, TargetFeatures, TargetSpec, check_mask_token
+
+T = TypeVar("T")
 
 
 class DraftingModule(LightningModule):
@@ -54,6 +57,9 @@ class DraftingModule(LightningModule):
         init_from: Folder or hub id of a drafter, in any format, to train further. Its weights are loaded where they
             fit; a line says what was not.
         init_from_target_layers: Layers of the target, one for each drafter layer, that the drafter's start from.
+        init_from_revision: Revision of a hub id in `init_from`.
+        shard_target: Under `ModelParallelStrategy`, spread the target's layers over the processes too, instead of
+            holding the target whole in each.
     """
 
     def __init__(
@@ -74,11 +80,16 @@ class DraftingModule(LightningModule):
         features: FeatureSource | None = None,
         init_from: str | None = None,
         init_from_target_layers: list[int] | None = None,
+        init_from_revision: str | None = None,
+        shard_target: bool = False,
     ) -> None:
         super().__init__()
         if init_from is not None and init_from_target_layers is not None:
             raise ValueError("Give init_from or init_from_target_layers, not both: a drafter has one start.")
+        if init_from_revision is not None and init_from is None:
+            raise ValueError("init_from_revision needs init_from: the hub id that it is a revision of.")
         self.init_from, self.init_from_target_layers = init_from, init_from_target_layers
+        self.init_from_revision, self.shard_target = init_from_revision, shard_target
         if not 0 <= warmup_ratio < 1:
             raise ValueError(f"warmup_ratio must be at least 0 and below 1, got {warmup_ratio}.")
         self.target_name, self.target_dtype, self.target_revision = target, target_dtype, target_revision
@@ -88,6 +99,7 @@ class DraftingModule(LightningModule):
         self.warmup_ratio, self.simulate, self.max_simulated_rows = warmup_ratio, simulate, max_simulated_rows
         self.feature_source = features or Online()
         self._provenance: dict[str, Any] | None = None
+        self._sharded: ShardedDrafter | None = None
         self.target: Target
         self.drafter: Drafter
         self.metrics: ValidationMetrics
@@ -95,15 +107,32 @@ class DraftingModule(LightningModule):
     # Building -------------------------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
-        """Loads the target and builds the drafter for it; does nothing when called again.
+        """Loads the target, builds the drafter for it, and shards both as the strategy asks; once.
 
         Raises:
-            ValueError: When policy, losses or mask token do not fit the target or the drafter.
+            ValueError: When policy, losses or mask token do not fit the target or the drafter, or for a strategy that
+                is not supported.
         """
         if hasattr(self, "target"):
             return
+        check_strategy(self._trainer, self.device_mesh, self.shard_target, self.feature_source.runs_evenly)
         target = Target.load(self.target_name, dtype=self.target_dtype, revision=self.target_revision)
         self.compose(target)
+        if self.device_mesh is not None:
+            check_resumed_file(self.trainer.ckpt_path, self.drafter)
+            # Strict loading would ask a checkpoint for the target's tensors too; the check above is stricter.
+            self.strict_loading = False
+            self._sharded = ShardedDrafter(self.drafter, self.device_mesh["data_parallel"])
+            if self.shard_target:
+                shard_target(target, self.device_mesh["data_parallel"])
+
+    def with_weights(self, function: Callable[[], T]) -> T:
+        """Returns function(), called while the drafter's weights are whole."""
+        return function() if self._sharded is None else self._sharded(function)
+
+    def whole_drafter(self) -> Drafter:
+        """Returns the drafter, or a gathered copy of a sharded one; every process must take part."""
+        return whole_copy(self.drafter)
 
     def compose(self, target: Target) -> None:
         """Takes a loaded target and builds the drafter; see `configure_model`."""
@@ -125,14 +154,12 @@ class DraftingModule(LightningModule):
         if self._trainer is None or self._trainer.state.fn == "fit":
             self._warm_start(drafter, target)
         self.target, self.drafter = target, drafter
-        self.metrics = ValidationMetrics(
-            drafter.block_size, [term.name for term in self.objective.terms], drafter.has_confidence
-        )
+        self.metrics = ValidationMetrics(drafter.block_size, self.objective.figures, drafter.has_confidence)
 
     def _warm_start(self, drafter: Drafter, target: Target) -> None:
         line = None
         if self.init_from is not None:
-            source: Drafter = Drafter.from_pretrained(self.init_from, target=target)
+            source: Drafter = Drafter.from_pretrained(self.init_from, revision=self.init_from_revision, target=target)
             line = start_from_drafter(drafter, source, self.init_from)
         elif self.init_from_target_layers is not None:
             line = start_from_target(drafter, target, self.init_from_target_layers)
@@ -183,6 +210,9 @@ class DraftingModule(LightningModule):
 
     def training_step(self, batch: list[MicroBatch], batch_idx: int) -> Tensor:
         """Returns the loss of one optimiser step over all micro-batches."""
+        return self.with_weights(lambda: self._step(batch))
+
+    def _step(self, batch: list[MicroBatch]) -> Tensor:
         labels = [self._labels(micro_batch) for micro_batch in batch]
         pairs = zip(batch, labels, strict=True)
         value = self.objective(
@@ -260,6 +290,9 @@ class DraftingModule(LightningModule):
 
     def validation_step(self, batch: list[MicroBatch], batch_idx: int) -> None:
         """Adds losses, packed-tree diagnostics and simulated rounds of a batch."""
+        self.with_weights(lambda: self._measure(batch))
+
+    def _measure(self, batch: list[MicroBatch]) -> None:
         for micro_batch in batch:
             labels = self._labels(micro_batch)
             features = self._features(micro_batch)
@@ -377,7 +410,10 @@ class DraftingModule(LightningModule):
         # nothing changed, the factor is exactly 1 and the resume stays bitwise.
         for state in checkpoint.get("lr_schedulers", []):
             state["base_lrs"] = [self.learning_rate] * len(state["base_lrs"])
-        for state in checkpoint.get("optimizer_states", []):
+        states = checkpoint.get("optimizer_states", [])
+        if self._sharded is not None:  # that strategy has loaded them already
+            states = [{"param_groups": optimizer.param_groups} for optimizer in self.trainer.optimizers]
+        for state in states:
             for group in state["param_groups"]:
                 group["lr"] *= self.learning_rate / group["initial_lr"]
                 group |= {"initial_lr": self.learning_rate, "weight_decay": self.weight_decay, "betas": self.betas}

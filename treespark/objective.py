@@ -88,6 +88,11 @@ class Objective:
         self.chunk_anchors = chunk_anchors
         self._diagnostics = [f"{term.name}/{name}" for term in self.terms for name in term.diagnostics]
 
+    @property
+    def figures(self) -> list[str]:
+        """Names of the L terms' values (`loss/<loss>`) and of their D diagnostics (`<loss>/<name>`)."""
+        return [f"loss/{term.name}" for term in self.terms] + self._diagnostics
+
     def __call__(
         self,
         micro_batches: Iterable[Drafted],
@@ -139,7 +144,7 @@ class Objective:
 
     @torch.no_grad()
     def evaluate(self, drafted: Drafted, visit: Callable[[DraftBlocks], Any] | None = None) -> tuple[Tensor, Tensor]:
-        """Returns one process's numerators and denominators [L] of a micro-batch, without gradients.
+        """Returns one process's numerators and denominators [L + D] of a micro-batch's `figures`, without gradients.
 
         Args:
             drafted: The micro-batch.
@@ -151,7 +156,7 @@ class Objective:
             total += self._tally([term(blocks) for term in self.terms]).cpu()
             if visit is not None:
                 visit(blocks)
-        sums, weights = total[:, : len(self.terms)]
+        sums, weights = total
         return sums, weights
 
     def _no_tally(self) -> Tensor:

@@ -309,12 +309,15 @@ class RunRecord(Callback):
         for logger in _trackings(trainer):
             logger.log_file(path)
 
-    @rank_zero_only
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the drafter as a checkpoint folder, with the recorded policy and where it comes from."""
-        drafter = getattr(pl_module, "drafter", None)
-        if drafter is None or not self.save_drafter or trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return
+        gather: Any = getattr(pl_module, "whole_drafter", None)
+        if gather is not None and self.save_drafter and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            # A sharded drafter is gathered by all processes and written by the first.
+            self._write_drafter(trainer, pl_module, gather())
+
+    @rank_zero_only
+    def _write_drafter(self, trainer: Trainer, pl_module: LightningModule, drafter: Any) -> None:
         folder = Path(trainer.default_root_dir) / "drafter"
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         extra = {

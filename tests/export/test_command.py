@@ -202,6 +202,35 @@ def test_absurd_headers_are_refused_at_once(run: Run, tmp_path: Path) -> None:
             Drafter.from_pretrained(folder)
 
 
+def test_checkpoint_files_are_compared_before_anything_is_built(run: Run, tmp_path: Path) -> None:
+    """Options that claim absurd sizes, missing and mis-shaped tensors, half a file: one error each, at once."""
+    saved = torch.load(run.checkpoint, weights_only=True)
+    file = tmp_path / "wrong.ckpt"
+
+    def message(content: dict[str, Any]) -> str:
+        torch.save(content, file)
+        with pytest.raises(ValueError, match=r"wrong\.ckpt") as error:
+            open_drafter(file).load(run.target)
+        return str(error.value)
+
+    def claims(**changed: Any) -> dict[str, Any]:
+        record = saved["treespark"]
+        options = record["drafter"]["init_args"] | changed
+        return saved | {"treespark": record | {"drafter": record["drafter"] | {"init_args": options}}}
+
+    state = saved["state_dict"]
+    for key in ("num_layers", "block_size"):
+        assert f"recorded {key} is {10**9}" in message(claims(**{key: 10**9}))
+    for key in ("head_dim", "intermediate_size", "markov_rank"):
+        assert "Tensors of another shape" in message(claims(**{key: 10**9}))
+    assert "Tensors are missing" in message(saved | {"state_dict": {k: v for k, v in state.items() if "norm" not in k}})
+    assert "another shape" in message(saved | {"state_dict": state | {"drafter.norm.weight": torch.ones(3)}})
+    assert "Unexpected tensors" in message(saved | {"state_dict": state | {"drafter.extra": torch.ones(3)}})
+    file.write_bytes(Path(run.checkpoint).read_bytes()[:2000])
+    with pytest.raises(ValueError, match="not a checkpoint of `treespark fit`"):
+        open_drafter(file)
+
+
 def test_pickles_and_foreign_indices_are_not_read(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "a"
     run.module.drafter.save_pretrained(folder)
@@ -247,12 +276,28 @@ def test_names_that_are_no_checkpoint() -> None:
         open_drafter("nobody/nothing")
 
 
-def test_warm_start_of_a_training(run: Run, tmp_path: Path) -> None:
-    """init_from gives the saved function; both starts at once, and a reduced vocabulary, are refused."""
+def test_warm_start_of_a_training(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """init_from gives the saved function, also of a hub id's revision; both starts at once are refused, and a reduced
+    vocabulary.
+    """
     run.module.drafter.save_pretrained(tmp_path / "a")
     module = run.make(seed=5, init_from=str(tmp_path / "a"))
     for key, value in run.module.drafter.trainable_state_dict().items():
         assert torch.equal(value, module.drafter.trainable_state_dict()[key])
+    asked: list[tuple[str, str | None]] = []
+
+    def download(name: str, revision: str | None, **options: Any) -> str:
+        asked.append((name, revision))
+        return str(tmp_path / "a")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    module = run.make(seed=5, init_from="owner/name", init_from_revision="v2")
+    assert torch.equal(module.drafter.state_dict()["fc.weight"], run.module.drafter.state_dict()["fc.weight"])
+    assert asked == [("owner/name", "v2")]
+    with pytest.raises(ValueError, match="which has no revision 'v2'"):
+        run.make(init_from=str(tmp_path / "a"), init_from_revision="v2")
+    with pytest.raises(ValueError, match="init_from_revision needs init_from"):
+        run.make(init_from_revision="v2")
     layers = run.make(seed=5, init_from_target_layers=[1]).drafter
     assert torch.equal(layers.state_dict()["norm.weight"], run.target.final_norm())
     with pytest.raises(ValueError, match="not both"):

@@ -6,7 +6,7 @@ import inspect
 
 from treespark.registry import unknown
 
-KINDS = ("losses", "policies", "drafters")
+KINDS = ("losses", "policies", "drafters", "formats")
 
 
 def run(name: str, argv: list[str]) -> None:
@@ -38,6 +38,12 @@ def _classes(kind: str) -> dict[str, type]:
         from treespark.policies import TreePolicy
 
         return dict(TreePolicy.available())
+    if kind == "formats":
+        from treespark.drafters import CheckpointFormat
+        from treespark.registry import load_formats
+
+        load_formats()
+        return {item.name or name: item for name, item in CheckpointFormat.available().items()}
     from treespark.drafters import Drafter
 
     return dict(Drafter.available())

@@ -90,7 +90,8 @@ class DraftingCLI(LightningCLI):
 
         options, data = self.config_init["test"], self.datamodule
         module: DraftingModule = self.model
-        module.drafter.recorded_policy = module.policy.config()
+        drafter = module.whole_drafter()
+        drafter.recorded_policy = module.policy.config()
         limit = options["max_new_tokens"]
         suite = load_suite(
             data.test,
@@ -99,8 +100,8 @@ class DraftingCLI(LightningCLI):
             num_prompts=options["num_prompts"],
             max_new_tokens=limit,
         )
-        arms = make_arms(module.drafter, options["modes"])
-        results = run_bench(module.target, module.drafter, [suite], arms, max_new_tokens=limit)
+        arms = make_arms(drafter, options["modes"])
+        results = run_bench(module.target, drafter, [suite], arms, max_new_tokens=limit)
         if options["output"]:
             results.save(options["output"])
         print_report(results)
@@ -167,7 +168,9 @@ def run_cli(cli_class: type[DraftingCLI], name: str, argv: list[str], texts: dic
 
 def quieten() -> None:
     """Drops remarks of Lightning that are wrong here: a frozen target is meant, as are loaders without processes."""
-    for message in ("does not have many workers", "in eval mode at the start of training", "LeafSpec.*deprecated"):
+    # Validation figures are summed over processes before they are logged.
+    remarks = ("does not have many workers", "in eval mode at the start of", "LeafSpec.*deprecated", "sync_dist=True")
+    for message in remarks:
         warnings.filterwarnings("ignore", message=f".*{message}")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: "litlogger" not in record.getMessage() and "litmodels" not in record.getMessage()

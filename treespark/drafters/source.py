@@ -15,9 +15,13 @@ from treespark.drafters.base import EXTRA_FIELDS, Drafter
 from treespark.registry import load_all
 
 if TYPE_CHECKING:
-    from treespark.target import Target
+    from torch import Tensor
+
+    from treespark.target import Target, TargetSpec
 
 _PREFIX = "drafter."
+_MOST_DEPTHS = 4096
+_DISTRIBUTED = "meta.pt"  # Lightning's mark of a folder with one part of a checkpoint for each process
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,12 @@ def open_drafter(path: str | Path) -> DrafterSource:
         raise FileNotFoundError(
             f"{path}: no such drafter. Give a checkpoint folder, a hub id (owner/name), or a checkpoint file (.ckpt) "
             "of `treespark fit`."
+        )
+    if (place / _DISTRIBUTED).is_file():
+        raise ValueError(
+            f"{path} is a checkpoint in parts, one for each process of a sharded training, and its index is pickled. "
+            "Train with ModelParallelStrategy's save_distributed_checkpoint: false, or, if you trust it, make one file "
+            f"of it: python -m lightning.pytorch.utilities.consolidate_checkpoint {path}"
         )
     return _open_folder(place) if place.is_dir() else _open_checkpoint(place)
 
@@ -127,12 +137,9 @@ def _open_checkpoint(file: Path) -> DrafterSource:
                 f"({target.spec.fingerprint[:12]}) was loaded. Give the target it was trained for."
             )
         load_all()
-        config = record["drafter"]
-        options = dict(config["init_args"]) | {"target": target.spec}
-        drafter: Drafter = Drafter.from_config({"class_path": config["class_path"], "init_args": options})
-        drafter.load_trainable_state_dict(
-            {key.removeprefix(_PREFIX): value for key, value in weights.items() if key.startswith(_PREFIX)}
-        )
+        held = {key.removeprefix(_PREFIX): value for key, value in weights.items() if key.startswith(_PREFIX)}
+        drafter = _without_memory(record["drafter"], target.spec, held, file)
+        drafter.load_state_dict(held, strict=False, assign=True)
         drafter.recorded_policy = record["policy"]
         drafter.extra = {key: record[key] for key in EXTRA_FIELDS if key in record}
         if "provenance" in drafter.extra:
@@ -140,6 +147,27 @@ def _open_checkpoint(file: Path) -> DrafterSource:
         return _fit(drafter, target)
 
     return DrafterSource(str(file), name, load)
+
+
+def _without_memory(config: dict[str, Any], spec: TargetSpec, held: dict[str, Tensor], file: Path) -> Drafter:
+    """Builds a recorded drafter without memory and compares it with the tensors that the file holds.
+
+    Raises:
+        ValueError: When they differ: options that claim sizes which no file has cost neither time nor memory.
+    """
+    from treespark.drafters import Drafter
+    from treespark.drafters.formats import check_tensors
+
+    options = dict(config["init_args"]) | {"target": spec}
+    layers = len({key.split(".")[1] for key in held if key.startswith("layers.")})
+    for name, most in (("num_layers", layers), ("block_size", _MOST_DEPTHS)):
+        if not 1 <= options.get(name, 1) <= most:
+            raise ValueError(f"{file}: the recorded {name} is {options[name]}; expected 1 to {most}.")
+    with torch.device("meta"):
+        drafter: Drafter = Drafter.from_config({"class_path": config["class_path"], "init_args": options})
+    expected = {key: tuple(value.shape) for key, value in drafter.trainable_state_dict().items()}
+    check_tensors(expected, {key: tuple(value.shape) for key, value in held.items()}, str(file))
+    return drafter
 
 
 def _fit(drafter: Drafter, target: Target) -> Drafter:

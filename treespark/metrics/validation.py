@@ -1,6 +1,6 @@
 """Everything that a validation measures, in one collection.
 
-Shapes: L loss terms, M anchors of a chunk, K depths, N packed nodes.
+Shapes: F figures of the losses, M anchors of a chunk, K depths, N packed nodes.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class ValidationMetrics(nn.Module):
 
     Args:
         depths: K.
-        loss_names: Names of the L active loss terms.
+        figures: Names of the F figures of the losses: their values and what they report besides.
         has_confidence: Whether the drafter has a confidence head.
     """
 
-    def __init__(self, depths: int, loss_names: Sequence[str], has_confidence: bool) -> None:
+    def __init__(self, depths: int, figures: Sequence[str], has_confidence: bool) -> None:
         super().__init__()
-        self.depths, self.loss_names = depths, list(loss_names)
+        self.depths, self.figures = depths, list(figures)
         self.num_simulated = 0
-        self.losses = WeightedRatio(len(self.loss_names))
+        self.losses = WeightedRatio(len(self.figures))
         self.edge_loss = WeightedRatio()
         self.coverage = PackedTreeCoverage(depths)
         self.argmax_survival = ArgmaxSurvival(depths)
@@ -77,7 +77,7 @@ class ValidationMetrics(nn.Module):
             self.confidence.update(logits, 1.0 - 0.5 * blocks.l1, valid)
 
     def add_losses(self, sums: Tensor, weights: Tensor) -> None:
-        """Adds numerators and denominators [L]."""
+        """Adds numerators and denominators [F]."""
         self.losses.update(sums, weights)
 
     def add_rounds(self, rounds: Iterable[Iterable[tuple[int, int, bool]]]) -> None:
@@ -97,8 +97,7 @@ class ValidationMetrics(nn.Module):
 
     def compute(self) -> dict[str, Tensor]:
         """Returns every figure by its name, without the stage; figures without data are left out."""
-        found: dict[str, Tensor] = {}
-        found |= {f"loss/{name}": value for name, value in zip(self.loss_names, self.losses.compute(), strict=True)}
+        found: dict[str, Tensor] = dict(zip(self.figures, self.losses.compute(), strict=True))
         found["edge_loss"] = self.edge_loss.compute()
         for name, metric in (
             ("coverage", self.coverage),

@@ -157,6 +157,16 @@ class Target(nn.Module):
         with self._own_precision():
             return apply_head(final.to(weight.dtype), weight)
 
+    @property
+    def decoder(self) -> nn.Module:
+        """The model without its output head."""
+        decoder: nn.Module = self._decoder_call[0]
+        return decoder
+
+    def layers(self) -> Iterator[nn.Module]:
+        """Yields the decoder layers."""
+        yield from self._layers[0]
+
     def layer_state(self, layer_id: int) -> dict[str, Tensor]:
         """Returns the tensors of a decoder layer, by their names inside the layer.
 
