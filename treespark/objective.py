@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from treespark.blocks import DraftBlocks, Labels
 from treespark.losses.base import LossTerm, WeightedSum
+from treespark.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -219,19 +220,26 @@ class _GradientInForward(torch.autograd.Function):
     ) -> Tensor:
         total: Tensor | None = None
         hidden_grad = torch.zeros_like(hidden)
-        gradients: list[Tensor | None] = [None] * len(parameters)
-        for rows in chunks:
-            with torch.enable_grad():
-                leaf = hidden[rows].detach().requires_grad_()
-                loss = value(leaf, rows)
-                found = torch.autograd.grad(loss, [leaf, *parameters], allow_unused=True)
-            total = loss.detach() if total is None else total + loss.detach()
-            if found[0] is not None:
-                hidden_grad[rows] = found[0]
-            for index, gradient in enumerate(found[1:]):
-                if gradient is not None:
-                    known = gradients[index]
-                    gradients[index] = gradient if known is None else known.add_(gradient)
+        with Workspace(parameters) as workspace:
+            gradients: list[Tensor | None] = [None] * len(parameters)
+            for rows in chunks:
+                with torch.enable_grad():
+                    leaf = hidden[rows].detach().requires_grad_()
+                    loss = value(leaf, rows)
+                    found = torch.autograd.grad(loss, [leaf, *parameters], allow_unused=True)
+                total = loss.detach() if total is None else total + loss.detach()
+                if found[0] is not None:
+                    hidden_grad[rows] = found[0]
+                for index, gradient in enumerate(found[1:]):
+                    if gradient is not None:
+                        known = gradients[index]
+                        gradients[index] = gradient if known is None else known.add_(gradient)
+                del loss, found
+                workspace.clear()
+            for index, parameter in enumerate(parameters):
+                summed, known = workspace.collected(parameter), gradients[index]
+                if summed is not None:
+                    gradients[index] = summed if known is None else summed.add_(known)
         ctx.gradients = [hidden_grad, *gradients]
         assert total is not None, "there is at least one chunk"
         return total
@@ -239,5 +247,9 @@ class _GradientInForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (scale,) = grad_outputs
-        scaled = (None if gradient is None else gradient * scale for gradient in ctx.gradients)
+        if ctx.gradients is None:
+            raise RuntimeError("The objective's gradient was already taken; a step has one backward pass.")
+        # In place: the gradients of large weights would otherwise take twice their memory.
+        scaled = tuple(None if gradient is None else gradient.mul_(scale) for gradient in ctx.gradients)
+        ctx.gradients = None
         return (None, None, *scaled)
