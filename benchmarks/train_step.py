@@ -353,7 +353,8 @@ def timings(options: Options) -> dict[str, Any]:
             }
             products[name] = recorder.again(options.device)
             kept[f"{name} products"] = []
-        run()
+        else:
+            run()
     for _ in range(options.repeats):
         for name, run in runs.items():
             kept[name].append(seconds(run, options))

@@ -115,6 +115,7 @@ class Objective:
         total: Tensor | None = None
         local = self._no_tally()
         pending: Tensor | None = None
+        connected = False  # whether the loss reaches every parameter
         for drafted in micro_batches:
             if weights is not None:
                 factors = [
@@ -123,18 +124,20 @@ class Objective:
                 ]
                 part, tally = self._eager(drafted, parameters, factors)
                 total = part if total is None else total + part
+                connected |= len(drafted.hidden) > 0
             else:
                 sums, tally = self._deferred(drafted)
                 pending = sums if pending is None else pending + sums
             local += tally
         device = parameters[0].device
-        connected = torch.stack([parameter.sum() for parameter in parameters]).sum() * 0.0
         joint = reduce(local.to(device)).cpu()
         size = len(self.terms)
         if pending is not None:
             factor = torch.tensor([term.coefficient for term in self.terms], dtype=torch.float64) / joint[1, :size]
             total = (pending * torch.where(joint[1, :size] > 0, factor, 0.0).to(pending)).sum()
-        loss = (connected if total is None else total + connected) * world_size
+        if total is None or not connected:
+            total = self._connected(total, parameters)
+        loss = total * world_size
         reported = dict(zip(self._diagnostics, joint[0, size:] / joint[1, size:], strict=True))
         return ObjectiveValue(loss, joint[0, :size], joint[1, :size], reported)
 
@@ -154,6 +157,12 @@ class Objective:
                 visit(blocks)
         sums, weights = total[:, : len(self.terms)]
         return sums, weights
+
+    @staticmethod
+    def _connected(total: Tensor | None, parameters: Sequence[Tensor]) -> Tensor:
+        """Adds a zero that every parameter gets a gradient from, so that an all-reduce runs in each process."""
+        zero = torch.stack([parameter.sum() for parameter in parameters]).sum() * 0.0
+        return zero if total is None else total + zero
 
     def _no_tally(self) -> Tensor:
         return torch.zeros(2, len(self.terms) + len(self._diagnostics), dtype=torch.float64)
@@ -240,7 +249,7 @@ class _GradientInForward(torch.autograd.Function):
                 summed, known = workspace.collected(parameter), gradients[index]
                 if summed is not None:
                     gradients[index] = summed if known is None else summed.add_(known)
-        ctx.gradients = [hidden_grad, *gradients]
+        ctx.gradients, ctx.inputs = [hidden_grad, *gradients], [hidden, *parameters]
         assert total is not None, "there is at least one chunk"
         return total
 
@@ -250,6 +259,10 @@ class _GradientInForward(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("The objective's gradient was already taken; a step has one backward pass.")
         # In place: the gradients of large weights would otherwise take twice their memory.
-        scaled = tuple(None if gradient is None else gradient.mul_(scale) for gradient in ctx.gradients)
-        ctx.gradients = None
+        scaled = tuple(
+            # Zeros, without memory of their own, where a process has nothing to add: an all-reduce still runs.
+            scale.new_zeros((), dtype=parameter.dtype).expand_as(parameter) if gradient is None else gradient.mul_(scale)
+            for gradient, parameter in zip(ctx.gradients, ctx.inputs, strict=True)
+        )
+        ctx.gradients = ctx.inputs = None
         return (None, None, *scaled)
