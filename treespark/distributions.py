@@ -9,7 +9,6 @@ Shapes: n distributions (rows), V vocabulary, T tokens; index tensors are free i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -49,7 +48,7 @@ class _Rows(torch.autograd.Function):
         return logits.view_as(logits)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dense: Tensor | None) -> tuple[Tensor | None, None]:
         (logits,) = ctx.saved_tensors
         normalizer, selected, distances = ctx.ledger.drain()
@@ -110,7 +109,7 @@ class _Read(torch.autograd.Function):
         return value
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         ledger, parts = ctx.ledger, ctx.saved_tensors
         if ctx.kind == "normalizer":
@@ -135,12 +134,12 @@ class Distributions:
 
     def __init__(self, logits: Tensor, normalizer: Tensor | None = None) -> None:
         self._plain = logits.detach()
-        plain, known = self._plain, [normalizer]
+        plain, known = self._plain, [] if normalizer is None else [normalizer]
 
         def values() -> Tensor:
-            if known[0] is None:
+            if not known:
                 with torch.no_grad():
-                    known[0] = log_normalizer(plain)
+                    known.append(log_normalizer(plain))
             return known[0]
 
         self._values = values
@@ -162,7 +161,7 @@ class Distributions:
         return self._read(self._values().clone(), "normalizer")
 
     def log_probs(self, index: Tensor, tokens: Tensor) -> Tensor:
-        """Returns differentiable log-probabilities [..., T] of tokens [..., T] under the rows index [...], at most 0."""
+        """Returns differentiable log-probabilities [..., T] of tokens [..., T] under rows index [...], at most 0."""
         picked = at_least_float32(self._plain[index.unsqueeze(-1), tokens])
         picked = self._read(picked, "selected", index, tokens)
         return (picked - self.log_normalizer[index].unsqueeze(-1)).clamp(max=0)
@@ -188,11 +187,11 @@ class Place(NamedTuple):
 
     Attributes:
         part: Number of the tensor among those of `finish`.
-        index: [M, P] rows of that tensor.
+        rows: [M, P] rows of that tensor.
     """
 
     part: int
-    index: Tensor
+    rows: Tensor
 
 
 class RowRecorder(Protocol):
@@ -241,5 +240,3 @@ class PlainRows:
     def finish(self) -> list[Tensor]:
         """See `RowRecorder`."""
         return self._kept
-
-

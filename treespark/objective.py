@@ -259,10 +259,10 @@ class _GradientInForward(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("The objective's gradient was already taken; a step has one backward pass.")
         # In place: the gradients of large weights would otherwise take twice their memory.
-        scaled = tuple(
-            # Zeros, without memory of their own, where a process has nothing to add: an all-reduce still runs.
-            scale.new_zeros((), dtype=parameter.dtype).expand_as(parameter) if gradient is None else gradient.mul_(scale)
-            for gradient, parameter in zip(ctx.gradients, ctx.inputs, strict=True)
-        )
+        scaled = []
+        for gradient, given in zip(ctx.gradients, ctx.inputs, strict=True):
+            # Where there is nothing to add, zeros without memory of their own: an all-reduce still runs.
+            zeros = scale.new_zeros((), dtype=given.dtype).expand_as(given)
+            scaled.append(zeros if gradient is None else gradient.mul_(scale))
         ctx.gradients = ctx.inputs = None
         return (None, None, *scaled)

@@ -24,14 +24,14 @@ class ExpandedParents(NamedTuple):
     Attributes:
         depths: [M, P] depth of the children.
         distributions: The distributions, and others beside them.
-        index: [M, P] which of them are the parents'.
+        rows: [M, P] which of them are the parents'.
         children: [M, P, k] tokens that were proposed.
         child_log_probs: [M, P, k] their log-probabilities given the path, differentiable.
     """
 
     depths: Tensor
     distributions: Distributions
-    index: Tensor
+    rows: Tensor
     children: Tensor
     child_log_probs: Tensor
 
@@ -43,16 +43,16 @@ class ExpandedParents(NamedTuple):
     @property
     def logits(self) -> Tensor:
         """[M, P, V] the parents' logits, differentiable."""
-        return self.distributions.logits[self.index]
+        return self.distributions.logits[self.rows]
 
     @property
     def log_normalizer(self) -> Tensor:
         """[M, P] logsumexp of the logits, differentiable."""
-        return self.distributions.log_normalizer[self.index]
+        return self.distributions.log_normalizer[self.rows]
 
     def log_probs(self, tokens: Tensor) -> Tensor:
         """Returns differentiable log-probabilities [M, P, T] of tokens [M, P, T]."""
-        return self.distributions.log_probs(self.index, tokens)
+        return self.distributions.log_probs(self.rows, tokens)
 
 
 class _Call(NamedTuple):
@@ -100,16 +100,17 @@ class _Recorder:
         parts = self.rows.finish()
         if not self.calls:
             return []
-        normalizers = [torch.empty(len(part), dtype=self.calls[0].normalizer.dtype, device=part.device) for part in parts]
+        dtype = self.calls[0].normalizer.dtype
+        normalizers = [torch.empty(len(part), dtype=dtype, device=part.device) for part in parts]
         filled = [torch.zeros(len(part), dtype=torch.bool, device=part.device) for part in parts]
         for call in self.calls:
-            normalizers[call.place.part][call.place.index] = call.normalizer
-            filled[call.place.part][call.place.index] = True
+            normalizers[call.place.part][call.place.rows] = call.normalizer
+            filled[call.place.part][call.place.rows] = True
         distributions = [
             Distributions(part, values if bool(known.all()) else None)
             for part, values, known in zip(parts, normalizers, filled, strict=True)
         ]
-        return [self._entry(distributions[call.place.part], call.place.index, call) for call in self.calls]
+        return [self._entry(distributions[call.place.part], call.place.rows, call) for call in self.calls]
 
     def marginal(self) -> ExpandedParents | None:
         """Returns the distributions of the `marginals` call, differentiable; None where the policy did not ask."""

@@ -38,7 +38,13 @@ class _Corrected(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, base: Tensor, latents: Tensor, weight: Tensor, rows: Tensor, inverse: Tensor | None, calls: list[_Call]
+        ctx: Any,
+        base: Tensor,
+        latents: Tensor,
+        weight: Tensor,
+        rows: Tensor,
+        inverse: Tensor | None,
+        calls: list[_Call],
     ) -> Tensor:
         ctx.save_for_backward(latents, inverse)
         ctx.weight, ctx.calls, ctx.workspace = weight, calls, current()
@@ -47,7 +53,7 @@ class _Corrected(torch.autograd.Function):
         return rows.view_as(rows)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         latents, inverse = ctx.saved_tensors
         weight, workspace = ctx.weight, ctx.workspace
@@ -151,7 +157,7 @@ class _TokenCorrections:
 
     def numbers(self, tokens: Tensor) -> Tensor:
         """Returns the row of each token in `rows`."""
-        new = tokens[self._number[tokens] < 0].unique()
+        new = torch.unique(tokens[self._number[tokens] < 0])
         if len(new):
             end = self._used + len(new)
             if end > len(self._rows):
@@ -197,7 +203,7 @@ class Corrections:
 
     @torch.no_grad()
     def write(self, out: Tensor, tokens: Tensor, latents: Tensor | None, base: Tensor) -> None:
-        """Writes base [M, P or 1, V] plus the corrections of tokens [M, P], or of latents [M, P, r], into out [n, V]."""
+        """Writes base [M, P or 1, V] + corrections of tokens [M, P], or of latents [M, P, r], into out [n, V]."""
         if self._tokens is not None:
             self._tokens.copy(tokens.flatten(), out)
         else:
@@ -216,7 +222,7 @@ class Corrections:
         weight = self.markov.markov_w2.weight
         inverse: Tensor | None = None
         if latents is None:
-            distinct, inverse = tokens.unique(return_inverse=True)
+            distinct, inverse = torch.unique(tokens, return_inverse=True)
             latents = self.markov.embed(distinct)
         found: Tensor = _Corrected.apply(self.base, latents, weight, rows, inverse, calls)  # type: ignore[no-untyped-call]
         return found
@@ -268,12 +274,12 @@ class CorrectedRows:
 
     def finish(self) -> list[Tensor]:
         """See `RowRecorder`."""
-        return [
-            self._shared.differentiable(
-                rows[: sum(len(part) for part in tokens)], torch.cat(tokens), torch.cat(latents) if latents else None, calls
-            )
-            for rows, calls, tokens, latents in self._parts
-        ]
+        finished = []
+        for rows, calls, tokens, latents in self._parts:
+            used = rows[: sum(len(part) for part in tokens)]
+            factors = torch.cat(latents) if latents else None
+            finished.append(self._shared.differentiable(used, torch.cat(tokens), factors, calls))
+        return finished
 
 
 class SlotRows:

@@ -155,7 +155,7 @@ class _EmbeddingRows(torch.autograd.Function):
         return F.embedding(tokens, weight)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
         (tokens,), weight = ctx.saved_tensors, ctx.weight
         total = None if ctx.workspace is None else ctx.workspace.sum_of(weight)

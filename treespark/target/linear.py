@@ -55,7 +55,7 @@ class _FrozenHead(torch.autograd.Function):
         return logits.view(*states.shape[:-1], len(weight))
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (weight,) = ctx.saved_tensors
         return gradient @ weight, None
