@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treespark.blocks import DraftBlocks, Labels
-from treespark.data import MicroBatch
 from treespark.drafters import DSparkDrafter
 from treespark.losses import L1, Confidence, Coverage, CrossEntropy, LossTerm, Survival
 from treespark.objective import Drafted, Objective
@@ -176,6 +175,7 @@ def plain_stage(inputs: Inputs) -> list[Tensor]:
 
 def whole_step(case: str, options: Options, target: Any) -> Callable[[], None]:
     """Returns a function that takes one optimiser step of a `DraftingModule` on one row of random text."""
+    from treespark.data import MicroBatch
     from treespark.module import DraftingModule
 
     policy, losses = setting(case, options)

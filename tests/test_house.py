@@ -29,7 +29,7 @@ def test_the_map_is_the_tree() -> None:
     """Each folder and each module of the package has its line, and no line names what is not there."""
     rooms = {f"treespark/{p.name}" for p in (ROOT / "treespark").iterdir() if p.suffix == ".py" or p.is_dir()}
     rooms -= {f"treespark/{name}" for name in ("__init__.py", "__pycache__", "losses", "policies")}
-    folders = {"losses", "policies", "recipes", "tools", "docs", "tests", "treespark"}
+    folders = {"losses", "policies", "recipes", "tools", "docs", "benchmarks", "tests", "treespark"}
     assert mapped() == rooms | folders
     assert all((ROOT / path).exists() for path in mapped())
 

@@ -50,7 +50,8 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dense: Tensor | None) -> tuple[Tensor | None, None]:
-        (logits,) = ctx.saved_tensors
+        # Detached: what may become the gradient must not carry the logits' own history.
+        logits = ctx.saved_tensors[0].detach()
         normalizer, selected, distances = ctx.ledger.drain()
         if normalizer is None and not selected and not distances:
             return dense, None
