@@ -13,8 +13,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "treespark"
 
 FLOORS: list[set[str]] = [
-    {"registry", "tree", "selection", "environment"},
-    {"policies", "target"},
+    {"registry", "tree", "selection", "environment", "workspace"},
+    {"policies", "target", "distributions"},
     {"drafters", "features", "replay"},
     {"blocks"},
     {"losses", "metrics"},

@@ -124,6 +124,34 @@ def test_chunks_equal_the_plain_reference(
     assert_same(gradients(value.loss, drafter, hidden), gradients(plain, drafter, hidden))
 
 
+def test_one_backward_pass_for_a_step() -> None:
+    """Gradients are handed over, not copied: a second pass is an error and not a wrong number."""
+    policy = Budgeted(2, 6)
+    drafter, hidden, labels, states = setup(3, 1, policy)
+    batch = drafted(drafter, hidden.requires_grad_(), labels, states, policy)
+    value = Objective(terms(), 2)([batch], head_parameters(drafter), labels=[labels])
+    value.loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a step has one backward pass"):
+        value.loss.backward()
+
+
+def test_float32_equals_the_plain_reference() -> None:
+    """Values and gradients in float32 are within 1e-5 of the plain pass in float64, relative to the largest entry."""
+    policy = Budgeted(2, 6)
+    drafter, hidden, labels, states = setup(7, 3, policy)
+    hidden.requires_grad_()
+    plain = reference(drafter, hidden, labels, states, policy)
+    expected = gradients(plain, drafter, hidden)
+    narrow, leaf, states = drafter.float(), hidden.detach().float().requires_grad_(), states.float()
+    batch = drafted(narrow, leaf, labels, states, policy)
+    value = Objective(terms(), 2)([batch], head_parameters(narrow), labels=[labels])
+    torch.testing.assert_close(value.loss.double(), plain, rtol=1e-5, atol=0)
+    for found, wanted in zip(gradients(value.loss, narrow, leaf), expected, strict=True):
+        if wanted is not None and wanted.any():
+            assert found is not None
+            assert (found.double() - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
 @settings(max_examples=10)
 @given(st.integers(0, 1_000), st.integers(0, 7))
 def test_micro_batches_equal_one_batch(seed: int, cut: int) -> None:

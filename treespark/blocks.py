@@ -14,8 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from treespark.distributions import Distributions, LogitProposer
 from treespark.policies.base import TreePolicy
-from treespark.replay import LogitProposer, Replay, path_mass, replay
+from treespark.replay import Replay, path_mass, replay
 from treespark.selection import at_least_float32, log_normalizer
 
 
@@ -120,19 +121,26 @@ class DraftBlocks:
         return torch.cat([self.labels.root_tokens.unsqueeze(1), self.labels.tokens[:, :-1]], 1)
 
     @cached_property
+    def _path(self) -> Distributions:
+        """The drafter's distributions along the reference path: row m·K + d - 1."""
+        return Distributions(self.proposer.path_logits(self.reference_parents).flatten(0, 1))
+
+    @cached_property
     def path_logits(self) -> Tensor:
         """[M, K, V] the drafter's logits along the reference path, differentiable."""
-        return at_least_float32(self.proposer.path_logits(self.reference_parents))
+        return at_least_float32(self._path.logits.view(*self.labels.tokens.shape, -1))
 
     @cached_property
     def path_log_normalizer(self) -> Tensor:
         """[M, K] logsumexp of `path_logits`, differentiable."""
-        return log_normalizer(self.path_logits)
+        return self._path.log_normalizer.view(self.labels.tokens.shape)
 
     @cached_property
     def label_log_probs(self) -> Tensor:
         """[M, K] log p_d of the label given the reference path, differentiable."""
-        return self.path_logits.gather(-1, self.labels.tokens.unsqueeze(-1)).squeeze(-1) - self.path_log_normalizer
+        tokens = self.labels.tokens.flatten()
+        index = torch.arange(len(tokens), device=tokens.device)
+        return self._path.log_probs(index, tokens.unsqueeze(-1)).view(self.labels.tokens.shape)
 
     @cached_property
     def target_logits(self) -> Tensor:
@@ -148,9 +156,8 @@ class DraftBlocks:
     @cached_property
     def l1(self) -> Tensor:
         """[M, K] Σ_v abs(p_d(v) - q_d(v)) on the reference path, differentiable."""
-        difference = self.path_logits.softmax(-1) - self.target_logits.softmax(-1)
-        distance: Tensor = torch.linalg.vector_norm(difference, ord=1, dim=-1)
-        return distance
+        distance = self._path.distance(self.target_logits.flatten(0, 1), self.target_log_normalizer.flatten())
+        return distance.view(self.labels.tokens.shape)
 
     @cached_property
     def replay(self) -> Replay:

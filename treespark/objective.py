@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from treespark.blocks import DraftBlocks, Labels
 from treespark.losses.base import LossTerm, WeightedSum
+from treespark.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class Objective:
         total: Tensor | None = None
         local = self._no_tally()
         pending: Tensor | None = None
+        connected = False  # whether the loss reaches every parameter
         for drafted in micro_batches:
             if weights is not None:
                 factors = [
@@ -127,18 +129,20 @@ class Objective:
                 ]
                 part, tally = self._eager(drafted, parameters, factors)
                 total = part if total is None else total + part
+                connected |= len(drafted.hidden) > 0
             else:
                 sums, tally = self._deferred(drafted)
                 pending = sums if pending is None else pending + sums
             local += tally
         device = parameters[0].device
-        connected = torch.stack([parameter.sum() for parameter in parameters]).sum() * 0.0
         joint = reduce(local.to(device)).cpu()
         size = len(self.terms)
         if pending is not None:
             factor = torch.tensor([term.coefficient for term in self.terms], dtype=torch.float64) / joint[1, :size]
             total = (pending * torch.where(joint[1, :size] > 0, factor, 0.0).to(pending)).sum()
-        loss = (connected if total is None else total + connected) * world_size
+        if total is None or not connected:
+            total = self._connected(total, parameters)
+        loss = total * world_size
         reported = dict(zip(self._diagnostics, joint[0, size:] / joint[1, size:], strict=True))
         return ObjectiveValue(loss, joint[0, :size], joint[1, :size], reported)
 
@@ -158,6 +162,12 @@ class Objective:
                 visit(blocks)
         sums, weights = total
         return sums, weights
+
+    @staticmethod
+    def _connected(total: Tensor | None, parameters: Sequence[Tensor]) -> Tensor:
+        """Adds a zero that every parameter gets a gradient from, so that an all-reduce runs in each process."""
+        zero = torch.stack([parameter.sum() for parameter in parameters]).sum() * 0.0
+        return zero if total is None else total + zero
 
     def _no_tally(self) -> Tensor:
         return torch.zeros(2, len(self.terms) + len(self._diagnostics), dtype=torch.float64)
@@ -224,25 +234,40 @@ class _GradientInForward(torch.autograd.Function):
     ) -> Tensor:
         total: Tensor | None = None
         hidden_grad = torch.zeros_like(hidden)
-        gradients: list[Tensor | None] = [None] * len(parameters)
-        for rows in chunks:
-            with torch.enable_grad():
-                leaf = hidden[rows].detach().requires_grad_()
-                loss = value(leaf, rows)
-                found = torch.autograd.grad(loss, [leaf, *parameters], allow_unused=True)
-            total = loss.detach() if total is None else total + loss.detach()
-            if found[0] is not None:
-                hidden_grad[rows] = found[0]
-            for index, gradient in enumerate(found[1:]):
-                if gradient is not None:
-                    known = gradients[index]
-                    gradients[index] = gradient if known is None else known.add_(gradient)
-        ctx.gradients = [hidden_grad, *gradients]
+        with Workspace(parameters) as workspace:
+            gradients: list[Tensor | None] = [None] * len(parameters)
+            for rows in chunks:
+                with torch.enable_grad():
+                    leaf = hidden[rows].detach().requires_grad_()
+                    loss = value(leaf, rows)
+                    found = torch.autograd.grad(loss, [leaf, *parameters], allow_unused=True)
+                total = loss.detach() if total is None else total + loss.detach()
+                if found[0] is not None:
+                    hidden_grad[rows] = found[0]
+                for index, gradient in enumerate(found[1:]):
+                    if gradient is not None:
+                        known = gradients[index]
+                        gradients[index] = gradient if known is None else known.add_(gradient)
+                del loss, found
+                workspace.clear()
+            for index, parameter in enumerate(parameters):
+                summed, known = workspace.collected(parameter), gradients[index]
+                if summed is not None:
+                    gradients[index] = summed if known is None else summed.add_(known)
+        ctx.gradients, ctx.inputs = [hidden_grad, *gradients], [hidden, *parameters]
         assert total is not None, "there is at least one chunk"
         return total
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (scale,) = grad_outputs
-        scaled = (None if gradient is None else gradient * scale for gradient in ctx.gradients)
+        if ctx.gradients is None:
+            raise RuntimeError("The objective's gradient was already taken; a step has one backward pass.")
+        # In place: the gradients of large weights would otherwise take twice their memory.
+        scaled = []
+        for gradient, given in zip(ctx.gradients, ctx.inputs, strict=True):
+            # Where there is nothing to add, zeros without memory of their own: an all-reduce still runs.
+            zeros = scale.new_zeros((), dtype=given.dtype).expand_as(given)
+            scaled.append(zeros if gradient is None else gradient.mul_(scale))
+        ctx.gradients = ctx.inputs = None
         return (None, None, *scaled)

@@ -7,25 +7,15 @@ V vocabulary. Source: arXiv 2610.20175 §3.2, B.1.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from treespark.distributions import Distributions, LogitProposer, Place, PlainRows, RecordingProposer
 from treespark.policies.base import TreePolicy
-from treespark.selection import log_normalizer, selected_log_probs, top_children
-from treespark.tree import CandidateTree, Expansion, PackedTree, Proposer, gather_rows
-
-
-class LogitProposer(Proposer, Protocol):
-    """A proposer that also gives the differentiable logits that its proposals come from."""
-
-    @property
-    def base_logits(self) -> Tensor:
-        """Logits [M, K, V] of each depth without any parent's correction."""
-
-    def logits(self, depth: int | Tensor, parents: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns logits [M, P, V] under the parents [M, P], and the carry after them [M, P, c]."""
+from treespark.selection import log_normalizer, top_children
+from treespark.tree import CandidateTree, Expansion, PackedTree, gather_rows
 
 
 class ExpandedParents(NamedTuple):
@@ -33,15 +23,15 @@ class ExpandedParents(NamedTuple):
 
     Attributes:
         depths: [M, P] depth of the children.
-        logits: [M, P, V], differentiable.
-        log_normalizer: [M, P] logsumexp of the logits, differentiable.
+        distributions: The distributions, and others beside them.
+        rows: [M, P] which of them are the parents'.
         children: [M, P, k] tokens that were proposed.
         child_log_probs: [M, P, k] their log-probabilities given the path, differentiable.
     """
 
     depths: Tensor
-    logits: Tensor
-    log_normalizer: Tensor
+    distributions: Distributions
+    rows: Tensor
     children: Tensor
     child_log_probs: Tensor
 
@@ -50,41 +40,93 @@ class ExpandedParents(NamedTuple):
         """[M, P] the parents' k-th largest log-probability (their admission boundary), detached."""
         return self.child_log_probs[..., -1].detach()
 
+    @property
+    def logits(self) -> Tensor:
+        """[M, P, V] the parents' logits, differentiable."""
+        return self.distributions.logits[self.rows]
+
+    @property
+    def log_normalizer(self) -> Tensor:
+        """[M, P] logsumexp of the logits, differentiable."""
+        return self.distributions.log_normalizer[self.rows]
+
     def log_probs(self, tokens: Tensor) -> Tensor:
         """Returns differentiable log-probabilities [M, P, T] of tokens [M, P, T]."""
-        return selected_log_probs(self.logits, tokens, self.log_normalizer)
+        return self.distributions.log_probs(self.rows, tokens)
+
+
+class _Call(NamedTuple):
+    """What `expand` or `marginals` returned, until its distributions are differentiable."""
+
+    depths: Tensor
+    place: Place
+    normalizer: Tensor
+    children: Tensor
 
 
 class _Recorder:
     """Stands between a policy and a proposer and keeps what was expanded; a policy sees detached log-probabilities."""
 
-    def __init__(self, proposer: LogitProposer) -> None:
+    def __init__(self, proposer: LogitProposer, count: int | None) -> None:
         self.proposer = proposer
         self.depths, self.vocab_size, self.root_tokens = proposer.depths, proposer.vocab_size, proposer.root_tokens
-        self.calls: list[ExpandedParents] = []
-        self.marginal: ExpandedParents | None = None
+        self.rows = proposer.record(count) if isinstance(proposer, RecordingProposer) else PlainRows(proposer)
+        self.calls: list[_Call] = []
+        self.asked_marginals: Tensor | None = None
 
     def root_carry(self) -> Tensor:
         return self.proposer.root_carry()
 
     def expand(self, depth: int | Tensor, parents: Tensor, carry: Tensor, k: int) -> Expansion:
-        logits, after = self.proposer.logits(depth, parents, carry)
-        normalizer = log_normalizer(logits)
-        tokens, log_probs = top_children(logits, k, normalizer)
+        logits, place, after = self.rows.add(depth, parents, carry)
+        with torch.no_grad():
+            normalizer = log_normalizer(logits)
+            tokens, log_probs = top_children(logits, k, normalizer)
         depths = torch.as_tensor(depth, device=parents.device).expand_as(parents)
-        self.calls.append(ExpandedParents(depths, logits, normalizer, tokens, log_probs))
-        return Expansion(tokens, log_probs.detach(), after)
+        self.calls.append(_Call(depths, place, normalizer, tokens))
+        return Expansion(tokens, log_probs, after)
 
     def score(self, depth: int | Tensor, parents: Tensor, carry: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         return self.proposer.score(depth, parents, carry, tokens)
 
     def marginals(self, k: int) -> tuple[Tensor, Tensor]:
-        logits = self.proposer.base_logits
-        normalizer = log_normalizer(logits)
-        tokens, log_probs = top_children(logits, k, normalizer)
+        with torch.no_grad():
+            tokens, log_probs = top_children(self.proposer.base_logits, k)
+        self.asked_marginals = tokens
+        return tokens, log_probs
+
+    def expanded(self) -> list[ExpandedParents]:
+        """Returns the distributions of the `expand` calls, differentiable."""
+        parts = self.rows.finish()
+        if not self.calls:
+            return []
+        dtype = self.calls[0].normalizer.dtype
+        normalizers = [torch.empty(len(part), dtype=dtype, device=part.device) for part in parts]
+        filled = [torch.zeros(len(part), dtype=torch.bool, device=part.device) for part in parts]
+        for call in self.calls:
+            normalizers[call.place.part][call.place.rows] = call.normalizer
+            filled[call.place.part][call.place.rows] = True
+        distributions = [
+            Distributions(part, values if bool(known.all()) else None)
+            for part, values, known in zip(parts, normalizers, filled, strict=True)
+        ]
+        return [self._entry(distributions[call.place.part], call.place.rows, call) for call in self.calls]
+
+    def marginal(self) -> ExpandedParents | None:
+        """Returns the distributions of the `marginals` call, differentiable; None where the policy did not ask."""
+        if self.asked_marginals is None:
+            return None
+        tokens = self.asked_marginals
         depths = torch.arange(1, self.depths + 1, device=tokens.device).expand(len(tokens), -1)
-        self.marginal = ExpandedParents(depths, logits, normalizer, tokens, log_probs)
-        return tokens, log_probs.detach()
+        index = torch.arange(tokens.shape[:2].numel(), device=tokens.device).view(tokens.shape[:2])
+        distributions = Distributions(self.proposer.base_logits.flatten(0, 1))
+        call = _Call(depths, Place(0, index), index, tokens)
+        return self._entry(distributions, index, call)
+
+    @staticmethod
+    def _entry(distributions: Distributions, index: Tensor, call: _Call) -> ExpandedParents:
+        log_probs = distributions.log_probs(index, call.children)
+        return ExpandedParents(call.depths, distributions, index, call.children, log_probs)
 
 
 @dataclass(frozen=True)
@@ -146,20 +188,22 @@ def _edges(call: ExpandedParents, row: Tensor, places: Tensor, tokens: Tensor) -
 
 def replay(policy: TreePolicy, proposer: LogitProposer, *, generator: torch.Generator | None = None) -> Replay:
     """Runs `policy` on the drafter's own proposals, as decoding does, and keeps the distributions it expanded."""
-    recorder = _Recorder(proposer)
+    known = policy.expanded_per_depth(proposer.depths)
+    recorder = _Recorder(proposer, None if known is None else sum(known) * len(proposer.root_tokens))
     tree = policy.build(recorder, generator=generator)
     exists = gather_rows(tree.exists, tree.expansions)
-    sizes = [call.logits.shape[1] for call in recorder.calls]
+    sizes = [call.children.shape[1] for call in recorder.calls]
     if sum(sizes) != exists.shape[1]:
         raise ValueError(
             f"{type(policy).__name__}.build lists {exists.shape[1]} expansions but expanded {sum(sizes)} parents; "
             "CandidateTree.expansions must name every parent given to Proposer.expand, in the order of the calls."
         )
-    entries, parent_exists = list(recorder.calls), list(torch.split(exists, sizes, dim=1)) if sizes else []
-    if recorder.marginal is not None:
-        entries.append(recorder.marginal)
-        parent_exists.append(torch.ones_like(recorder.marginal.depths, dtype=torch.bool))
-    return Replay(tree, tree.pack(), entries, parent_exists, recorder.marginal)
+    entries, parent_exists = recorder.expanded(), list(torch.split(exists, sizes, dim=1)) if sizes else []
+    marginal = recorder.marginal()
+    if marginal is not None:
+        entries.append(marginal)
+        parent_exists.append(torch.ones_like(marginal.depths, dtype=torch.bool))
+    return Replay(tree, tree.pack(), entries, parent_exists, marginal)
 
 
 def path_mass(packed: PackedTree, target_log_probs: Tensor, depths: int) -> Tensor:

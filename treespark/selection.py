@@ -6,6 +6,7 @@ Source: arXiv 2610.20175 §D.4.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 # Width of the blocks whose maxima are ranked first: top-k then looks at few blocks instead of the whole vocabulary.
 _BLOCK = 64
+# Numbers of a block of rows that is worked on at a time: on a CPU it stays in the cache, elsewhere it bounds memory.
+_CACHED, _LAUNCHED = 2**20, 2**26
 
 
 def at_least_float32(values: Tensor) -> Tensor:
@@ -20,19 +23,28 @@ def at_least_float32(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
-class _LogNormalizer(torch.autograd.Function):
-    """logsumexp over the last dimension in few passes over the rows, forward and backward.
+def row_blocks(values: Tensor) -> Iterator[slice]:
+    """Yields slices of the first dimension of values [n, ..., V], to be worked on one at a time."""
+    most = _CACHED if values.device.type == "cpu" else _LAUNCHED
+    size = max(1, most // max(1, values[:1].numel()))
+    for start in range(0, len(values), size):
+        yield slice(start, min(start + size, len(values)))
 
-    The softmax kernels of torch walk a row while it is in the cache; `torch.logsumexp` makes several V-sized tensors.
-    """
+
+class _LogNormalizer(torch.autograd.Function):
+    """logsumexp over the last dimension without V-sized tensors beyond a block of rows, forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
         ctx.save_for_backward(logits)
-        values = at_least_float32(logits)
-        best = values.amax(-1)
-        # log p(best) = best - logsumexp; the best token's probability is at least 1 / V, so nothing cancels.
-        return best - values.log_softmax(-1).amax(-1)
+        rows = logits if logits.dim() > 1 else logits.unsqueeze(0)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        found = torch.empty(rows.shape[:-1], dtype=dtype, device=logits.device)
+        for block in row_blocks(rows):
+            values = rows[block]
+            best = values.amax(-1, keepdim=True).to(dtype)
+            found[block] = torch.sub(values, best).exp_().sum(-1).log_() + best.squeeze(-1)
+        return found.view(logits.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:

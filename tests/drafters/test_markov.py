@@ -108,13 +108,18 @@ def test_path_logits_are_the_paths_own(options: dict[str, Any]) -> None:
 @every_head
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_training_tree_is_the_serving_tree(options: dict[str, Any], policy: TreePolicy) -> None:
-    """The tree that replay packs with gradients on is the one that decoding packs without."""
+    """The tree that replay packs with gradients on is the one that decoding packs without.
+
+    Training multiplies W2 with other rows beside them, so that scores may differ in the last digit.
+    """
     p = proposer(**options)
     training = replay(policy, p).packed
     with torch.no_grad():
         serving = policy.build(proposer(**options)).pack()
-    for name in ("tokens", "parents", "depths", "scores", "log_probs", "exists", "index", "num_nodes"):
+    for name in ("tokens", "parents", "depths", "exists", "index", "num_nodes"):
         assert torch.equal(getattr(serving, name), getattr(training, name)), name
+    for name in ("scores", "log_probs"):
+        torch.testing.assert_close(getattr(serving, name), getattr(training, name), rtol=1e-13, atol=1e-13)
 
 
 def paths(tokens: Tensor, parents: Tensor, node: int) -> list[int]:

@@ -10,14 +10,17 @@ Gates, latents and states are computed in float32 at least, also under autocast:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from treespark.registry import unknown
 from treespark.selection import at_least_float32
 from treespark.target.linear import apply_head
+from treespark.workspace import current
 
 
 class MarkovHead(nn.Module, ABC):
@@ -30,9 +33,11 @@ class MarkovHead(nn.Module, ABC):
 
     Attributes:
         carry_size: c, the size of the state that is carried along a path; 0 where the parent token says it all.
+        by_token_alone: Whether the latent is W1[y], so that a correction serves every slot after the same token.
     """
 
     carry_size = 0
+    by_token_alone = False
 
     def __init__(self, vocab_size: int, rank: int, hidden_size: int) -> None:
         super().__init__()
@@ -41,7 +46,7 @@ class MarkovHead(nn.Module, ABC):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Returns the rows of W1 for tokens [...]: [..., r]."""
-        rows: Tensor = self.markov_w1(tokens)
+        rows: Tensor = _EmbeddingRows.apply(self.markov_w1.weight, tokens)  # type: ignore[no-untyped-call]
         return rows
 
     @abstractmethod
@@ -79,6 +84,8 @@ class MarkovHead(nn.Module, ABC):
 
 class VanillaHead(MarkovHead):
     """b(y) = W2 W1[y]: the correction depends on the parent token alone."""
+
+    by_token_alone = True
 
     def step(self, parents: Tensor, carry: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The latent is W1[y]; there is no state."""
@@ -136,6 +143,25 @@ def _parts(linear: nn.Linear, *inputs: Tensor) -> Tensor:
     for item, weight in zip(inputs, weights, strict=True):
         total = total + at_least_float32(F.linear(item.to(weight.dtype), weight))
     return total
+
+
+class _EmbeddingRows(torch.autograd.Function):
+    """Rows of a large weight; in a workspace the gradient is added to those rows alone, not made as large as it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.weight, ctx.workspace = weight, current()
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+        (tokens,), weight = ctx.saved_tensors, ctx.weight
+        total = None if ctx.workspace is None else ctx.workspace.sum_of(weight)
+        whole = torch.zeros_like(weight) if total is None else total
+        whole.index_add_(0, tokens.flatten(), gradient.reshape(-1, weight.shape[1]).to(whole.dtype))
+        return (whole if total is None else None), None
 
 
 MARKOV_HEADS: dict[str, type[MarkovHead]] = {"vanilla": VanillaHead, "gated": GatedHead, "rnn": RNNHead}

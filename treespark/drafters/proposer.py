@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from treespark.distributions import PlainRows, RowRecorder
 from treespark.drafters.confidence import ConfidenceHead
+from treespark.drafters.corrections import CorrectedRows, Corrections, SlotRows, at_depth
 from treespark.drafters.markov import MarkovHead
 from treespark.selection import at_least_float32, selected_log_probs, top_children
 from treespark.tree import Expansion
@@ -96,10 +98,7 @@ class DraftProposer:
 
     def _at(self, values: Tensor, depth: int | Tensor) -> Tensor:
         """Picks `values[:, depth - 1]` of [M, K, X]: [M, 1, X], or [M, P, X] for depths [M, P]."""
-        if isinstance(depth, int):
-            return values[:, depth - 1 : depth]
-        rows = torch.arange(len(values), device=values.device).unsqueeze(1)
-        return values[rows, depth - 1]
+        return at_depth(values, depth)
 
     def logits(self, depth: int | Tensor, parents: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the conditional logits U_d + b(parent) [M, P, V], and the states [M, P, c] of their children.
@@ -144,7 +143,26 @@ class DraftProposer:
         """
         if self._markov is None:
             return self.base_logits
+        if self._draft_ids is None:
+            return self._corrections.path(tokens, self.hidden)
         return self._widen(self._own_logits + self._markov.bias(self._markov.path(tokens, self.hidden)))
+
+    @cached_property
+    def _corrections(self) -> Corrections:
+        assert self._markov is not None
+        return Corrections(self._markov, self.base_logits)
+
+    def record(self, count: int | None) -> RowRecorder:
+        """Returns a recorder of conditional logits whose gradients are computed together; see `RecordingProposer`.
+
+        Args:
+            count: Parents to make room for at once, of all anchors together; None where nobody knows.
+        """
+        if self._draft_ids is not None:
+            return PlainRows(self)
+        if self._markov is None:
+            return SlotRows(self.base_logits)
+        return CorrectedRows(self.hidden, self._corrections, self.hidden.shape[:2].numel() if count is None else count)
 
     def confidence_logits(self, parents: Tensor, detach: bool = False) -> Tensor:
         """Returns the logits [M, K] of the one-step acceptance probability along a path.
