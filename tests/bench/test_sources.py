@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from treespark.bench.sources import Source, find_sources
+from treespark.bench.sources import SuiteSource, find_sources
 from treespark.data.prompts import hash_files
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ def write(path: Path, *rows: Any) -> Path:
     return path
 
 
-def prompts(source: Source, limit: int | None = None) -> list[str]:
+def prompts(source: SuiteSource, limit: int | None = None) -> list[str]:
     return [json.loads(line)["prompt"] for _, line in source.lines(limit)[0]]
 
 
@@ -65,7 +65,7 @@ def test_yaml_with_local_files(tmp_path: Path) -> None:
     assert prompts(end, 2) == ["0?\n\nmore", "1?"]
     assert template.lines(2)[1] != template.lines(3)[1]  # the hash is that of the prompts
     with pytest.raises(ValueError, match=r"rows.jsonl:1: no column 'missing'. Available: q, extra, kind, key"):
-        Source("s", path=str(tmp_path / "data/rows.jsonl"), column="missing").lines()
+        SuiteSource("s", path=str(tmp_path / "data/rows.jsonl"), column="missing").lines()
 
 
 BAD: list[tuple[Any, str]] = [
@@ -114,11 +114,11 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     fake: Any = types.ModuleType("datasets")
     fake.load_dataset = load_dataset
     monkeypatch.setitem(sys.modules, "datasets", fake)
-    source = Source("s", hub="own/er", revision="abc", config="c", split="train", column="prompt", where={"n": 3})
+    source = SuiteSource("s", hub="own/er", revision="abc", config="c", split="train", column="prompt", where={"n": 3})
     assert prompts(source) == ["first"] and source.place == "own/er@abc:c/train"
     assert calls == [(("own/er", "c"), {"split": "train", "revision": "abc"})]
     with pytest.raises(ValueError, match=r"'s' cannot be had from no/such@main:test \(ConnectionError: no network\)"):
-        Source("s", hub="no/such", column="prompt").lines()
+        SuiteSource("s", hub="no/such", column="prompt").lines()
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match="needs the package `datasets`"):
         source.lines()
@@ -136,7 +136,7 @@ def test_hub_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return str(tmp_path / name)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    assert prompts(Source("s", hub="own/er", files=("a.jsonl", "b.jsonl"), column="q")) == ["a.jsonl", "b.jsonl"]
+    assert prompts(SuiteSource("s", hub="own/er", files=("a.jsonl", "b.jsonl"), column="q")) == ["a.jsonl", "b.jsonl"]
 
 
 def test_the_papers_suites_are_fifteen() -> None:

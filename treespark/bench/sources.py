@@ -16,7 +16,7 @@ from treespark.registry import unknown
 
 
 @dataclass(frozen=True)
-class Source:
+class SuiteSource:
     """A suite that is about to be read.
 
     One of `path`, `hub` and `url` says where its rows are. Rows are JSON objects as prompt files hold them, unless
@@ -134,19 +134,19 @@ class Source:
         return row[key]
 
 
-def find_sources(names: Sequence[str]) -> list[Source]:
+def find_sources(names: Sequence[str]) -> list[SuiteSource]:
     """Turns what the user named into suites, without reading their prompts.
 
     Args:
         names: JSONL files; folders, whose JSONL files are suites of the category "general", those in a folder
             "writing…" of the category "writing", and those in other folders of the category called after the folder;
-            and YAML files with a list `suites`, whose entries have the fields of `Source` (paths relative to the YAML).
+            and YAML files with a list `suites`, whose entries have the fields of `SuiteSource` (paths relative to the YAML).
 
     Raises:
         FileNotFoundError: For a name that does not exist, or a file that a YAML names.
         ValueError: For a folder without JSONL files, or a YAML that is not such a list.
     """
-    found: list[Source] = []
+    found: list[SuiteSource] = []
     for name in names:
         place = Path(name).expanduser()
         if place.is_dir():
@@ -154,14 +154,14 @@ def find_sources(names: Sequence[str]) -> list[Source]:
         elif place.suffix in (".yaml", ".yml"):
             found += _of_yaml(place)
         else:
-            found.append(Source(place.stem, path=str(check_file(place))))
+            found.append(SuiteSource(place.stem, path=str(check_file(place))))
     for source in found:
         if source.path:
             check_file(source.path)  # before the models are loaded, which takes a while
     return found
 
 
-def _of_folder(folder: Path) -> list[Source]:
+def _of_folder(folder: Path) -> list[SuiteSource]:
     files = sorted(folder.rglob("*.jsonl"), key=lambda file: (len(file.parts), file))
     if not files:
         raise ValueError(f"Nothing to evaluate: the folder {folder} holds no JSONL file.")
@@ -172,10 +172,10 @@ def _of_folder(folder: Path) -> list[Source]:
             return "general"
         return "writing" if inner[0].startswith("writing") else inner[0]
 
-    return [Source(file.stem, category(file), str(file)) for file in files]
+    return [SuiteSource(file.stem, category(file), str(file)) for file in files]
 
 
-def _of_yaml(file: Path) -> list[Source]:
+def _of_yaml(file: Path) -> list[SuiteSource]:
     import yaml
 
     try:
@@ -188,11 +188,11 @@ def _of_yaml(file: Path) -> list[Source]:
     return [_of_entry(entry, file, number) for number, entry in enumerate(entries, start=1)]
 
 
-def _of_entry(entry: Any, file: Path, number: int) -> Source:
+def _of_entry(entry: Any, file: Path, number: int) -> SuiteSource:
     where = f"{file}, suite {number}"
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not entry["name"]:
         raise ValueError(f"{where}: expected an entry with a name, got {entry!r}.")
-    fields = Source.__dataclass_fields__
+    fields = SuiteSource.__dataclass_fields__
     for key, value in entry.items():
         if key not in fields:
             raise ValueError(f"{where} ({entry['name']}): {unknown('key', str(key), list(fields))}")
@@ -212,7 +212,7 @@ def _of_entry(entry: Any, file: Path, number: int) -> Source:
     options["files"] = tuple(options.get("files", ()))
     if entry.get("path"):
         options["path"] = str(file.parent / entry["path"])
-    return Source(**options)
+    return SuiteSource(**options)
 
 
 def _first_turn(value: Any) -> str:
@@ -223,14 +223,9 @@ def _first_turn(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _hub_rows(source: Source) -> Iterable[Mapping[str, Any]]:
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise ValueError(
-            f"The suite '{source.name}' comes from {source.hub}, which needs the package `datasets`: "
-            "pip install 'treespark[hub]'."
-        ) from None
+def _hub_rows(source: SuiteSource) -> Iterable[Mapping[str, Any]]:
+    from datasets import load_dataset
+
     try:
         rows: Iterable[Mapping[str, Any]] = load_dataset(
             source.hub, source.config, split=source.split, revision=source.revision
@@ -240,7 +235,7 @@ def _hub_rows(source: Source) -> Iterable[Mapping[str, Any]]:
     return rows
 
 
-def _hub_file(source: Source, name: str) -> Path:
+def _hub_file(source: SuiteSource, name: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treespark.bench.sources import Source
+from treespark.bench.sources import SuiteSource
 from treespark.data.prompts import DataError, check_file, parse_line
 from treespark.data.template import render
 
@@ -51,7 +51,7 @@ class Suite:
 
 
 def load_suite(
-    source: Source | str | Path,
+    source: SuiteSource | str | Path,
     target: Target,
     *,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -76,8 +76,8 @@ def load_suite(
     """
     if num_prompts is not None and num_prompts < 1:
         raise ValueError(f"num_prompts must be at least 1, got {num_prompts}: nothing would be evaluated.")
-    if not isinstance(source, Source):
-        source = Source(Path(source).stem, path=str(check_file(source)))
+    if not isinstance(source, SuiteSource):
+        source = SuiteSource(Path(source).stem, path=str(check_file(source)))
     lines, sha256 = source.lines(num_prompts)
     if not lines:
         raise DataError(
