@@ -119,9 +119,6 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [(("own/er", "c"), {"split": "train", "revision": "abc"})]
     with pytest.raises(ValueError, match=r"'s' cannot be had from no/such@main:test \(ConnectionError: no network\)"):
         SuiteSource("s", hub="no/such", column="prompt").lines()
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match="needs the package `datasets`"):
-        source.lines()
 
 
 def test_hub_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -140,7 +140,8 @@ def find_sources(names: Sequence[str]) -> list[SuiteSource]:
     Args:
         names: JSONL files; folders, whose JSONL files are suites of the category "general", those in a folder
             "writing…" of the category "writing", and those in other folders of the category called after the folder;
-            and YAML files with a list `suites`, whose entries have the fields of `SuiteSource` (paths relative to the YAML).
+            and YAML files with a list `suites`, whose entries have the fields of `SuiteSource` (paths relative to the
+            YAML).
 
     Raises:
         FileNotFoundError: For a name that does not exist, or a file that a YAML names.
