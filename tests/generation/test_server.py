@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.utils.import_utils import is_serve_available
 
 from tests.answering import PROMPTS, read, run, save_tiny_target, write
 from tests.openai_server import OpenAIServer
@@ -241,6 +245,15 @@ def test_a_server_without_the_extension(
     assert "does not know repetition_penalty" in caplog.text
 
 
+def test_token_ids_that_the_server_does_not_know(
+    server: OpenAIServer, target: str, prompts: str, tmp_path: Path
+) -> None:
+    server.unknown = {"return_token_ids"}
+    with pytest.raises(ValueError, match="gives no token ids: .*Unexpected fields.*leave --target out"):
+        ask(server, prompts, tmp_path / "out.jsonl", target, on_error="skip")
+    assert len(server.bodies) == 1
+
+
 def change(**fields: Any) -> Any:
     return lambda reply: reply["choices"][0].update(fields)
 
@@ -248,7 +261,7 @@ def change(**fields: Any) -> Any:
 @pytest.mark.parametrize(
     ("exact", "reply", "words"),
     [
-        (True, change(token_ids=None), "gives no token ids.*Leave --target out"),
+        (True, change(token_ids=None), "gives no token ids.*leave --target out"),
         (
             True,
             change(prompt_token_ids=[1, 5]),
@@ -334,6 +347,27 @@ def test_addresses(url: str, words: str) -> None:
     with pytest.raises(ValueError, match=words) as error:
         base_url(url)
     assert "secret" not in str(error.value)
+
+
+@pytest.mark.skipif(not is_serve_available(), reason="transformers serve needs transformers[serving]")
+def test_transformers_serve(target: str, prompts: str, tmp_path: Path, local: bytes) -> None:
+    """A server of other people: the same texts, though it calls an end token in the last place "length"."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = ["--device", "cpu", "--dtype", "float64", "--host", "127.0.0.1", "--port", str(port)]
+    start = "import sys; from transformers.cli.transformers import main; sys.exit(main())"
+    server = subprocess.Popen([sys.executable, "-c", start, "serve", target, *options])
+    try:
+        url = f"http://127.0.0.1:{port}"  # the retries wait until it is up
+        run(None, prompts, tmp_path / "out.jsonl", server=url, model=target, concurrency=4, num_retries=60)
+    finally:
+        server.kill()
+        server.wait()
+    lines, expected = read(tmp_path / "out.jsonl"), [json.loads(line) for line in local.splitlines()]
+    assert [line["response"] for line in lines] == [line["response"] for line in expected]
+    for line, other in zip(lines, expected, strict=True):
+        assert line["finish_reason"] == other["finish_reason"] or len(other["response_ids"]) == 12
 
 
 def test_a_server_that_is_not_there(prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

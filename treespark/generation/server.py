@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 _PATHS = {"chat": "/chat/completions", "completions": "/completions"}
 # vLLM and SGLang apply the penalty of the target's generation configuration unless a request says otherwise.
 _EXTENSIONS: Mapping[str, Any] = {"repetition_penalty": 1.0}
+_TEXT_ALONE = "vLLM and SGLang give them; leave --target out, and name --model, to keep the text of the answers alone."
 _MOST_REFUSED = 20  # refusals before the first answer: then it is not the prompts
 
 
@@ -160,6 +161,8 @@ class ServerBackend(Backend):
             try:
                 reply = await client.post(_PATHS[self.endpoint], body)
             except Refused as error:
+                if "return_token_ids" in body and "return_token_ids" in str(error):
+                    raise ValueError(f"{self.url} gives no token ids: {error} {_TEXT_ALONE}") from error
                 unknown = next((name for name in _EXTENSIONS if name in body and name in str(error)), None)
                 if unknown is None:
                     return prompt.record.error(str(error))
@@ -216,10 +219,7 @@ class ServerBackend(Backend):
         ids = choice.get("token_ids")
         theirs = choice.get("prompt_token_ids") or reply.get("prompt_token_ids")
         if not ids or not theirs:
-            raise ValueError(
-                f"{self.url} gives no token ids, though 'return_token_ids' asked for them (vLLM and SGLang know it). "
-                "Leave --target out to keep the text of the answers alone."
-            )
+            raise ValueError(f"{self.url} gives no token ids, though 'return_token_ids' asked for them. {_TEXT_ALONE}")
         ours = prompt.ids or []
         if list(theirs) != ours:
             pairs = zip([*ours, None], [*theirs, None], strict=False)
