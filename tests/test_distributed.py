@@ -20,7 +20,7 @@ from tests.processes import ddp, fsdp2, run_two
 from tests.tiny_text import save_tiny_target
 from treespark.data import MicroBatch
 from treespark.drafters import Drafter, DSparkDrafter
-from treespark.losses import Coverage, LossTerm, Survival
+from treespark.losses import Coverage, LossTerm, Retention, Survival
 from treespark.module import DraftingModule
 from treespark.policies import Budgeted
 from treespark.target import TargetSpec
@@ -28,6 +28,8 @@ from treespark.target import TargetSpec
 LOSSES: dict[str, Callable[[], LossTerm]] = {
     name: cls for name, cls in LossTerm.available().items() if cls.__module__.startswith("treespark.")
 } | {"Survival-mass": partial(Survival, denominator="mass"), "Coverage-mass": partial(Coverage, denominator="mass")}
+# Wide enough that a hinge is active on the few labels here.
+LOSSES |= {"Retention": partial(Retention, margin=20.0, cap=1000.0)}
 CASES = ("unequal", "empty")
 # Lightning offers no float64 under FSDP2, so the drafter brings its dtype along and the trainer converts nothing.
 STRATEGIES: dict[str, tuple[Callable[[], Strategy], str, dict[str, Any], tuple[str, ...]]] = {

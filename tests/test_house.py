@@ -18,6 +18,8 @@ def mapped() -> set[str]:
     block = README.split("## The map", 1)[1].split("```")[1]
     paths, folder = set(), ""
     for line in block.strip().splitlines():
+        if line.startswith("   "):
+            continue  # a description goes on
         name = line.split()[0]
         folder = "" if not line.startswith(" ") else folder
         paths.add((folder + name).rstrip("/"))

@@ -38,6 +38,7 @@ def make(family: str, policy: TreePolicy, attn: str = "sdpa", **options: object)
     torch.manual_seed(0)
     made.compose(tiny_target(family, attn_implementation=attn))
     made.drafter.double()
+    made.open_features(None)
     for parameter in made.drafter.parameters():
         if parameter.requires_grad and parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.2)
@@ -118,7 +119,6 @@ def test_gradients_of_packed_rows_are_those_of_rows_apart() -> None:
 def test_remembered_features_of_packed_rows() -> None:
     """A document that is packed otherwise later is found again, and its features are those of the documents apart."""
     module, samples = make("llama", Chain(), features=Hybrid(memory=0.1, disk=0.0)), documents()
-    module.open_features(None)
     first, second = pack(samples, (0, 1, 2), (3, 4)), pack(samples, (3, 1), (2, 0, 4))
     expected = [module.target.features(b.input_ids, [0, 2], b.attention_mask, b.position_ids) for b in (first, second)]
     module.train()

@@ -186,12 +186,20 @@ class DraftingModule(LightningModule):
 
     def on_fit_start(self) -> None:
         """Refuses trainer settings that would change what a step means, and documents whose features are missing."""
+        self.check_trainer()
+        self.open_features(getattr(self.trainer, "datamodule", None))
+
+    def check_trainer(self) -> None:
+        """Refuses trainer settings that would change what a step means.
+
+        Raises:
+            ValueError: For another `accumulate_grad_batches` than 1.
+        """
         if self.trainer.accumulate_grad_batches != 1:
             raise ValueError(
                 f"trainer.accumulate_grad_batches is {self.trainer.accumulate_grad_batches}, but it averages "
                 "micro-batches of unequal weight. Leave it at 1 and set data.micro_batches instead."
             )
-        self.open_features(getattr(self.trainer, "datamodule", None))
 
     def open_features(self, data: Any) -> None:
         """Opens the feature source for the composed models.

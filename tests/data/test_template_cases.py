@@ -13,9 +13,9 @@ from tests.tiny_text import CHAT_TEMPLATE, GENERATION_TEMPLATE, save_tiny_target
 from treespark.bench import load_suite
 from treespark.data import ChatEncoder, DataError, DraftingData, Encoded, render
 from treespark.data.prompts import parse_line
-from treespark.data.template import template_sha256
 from treespark.drafters.source import check_template
 from treespark.target import Target
+from treespark.target.loading import template_sha256
 
 USER = {"role": "user", "content": "hello there"}
 TURNS = [USER, {"role": "assistant", "content": "good day"}, {"role": "user", "content": "and now"}]
@@ -197,7 +197,7 @@ def test_loss_is_read_at_the_labels_place(tmp_path: Path) -> None:
     (sample,) = DraftingData(target, train=str(tmp_path / "x.jsonl")).samples("train")
     n = sample.prompt_length
     assert len(sample) == n + 5
-    batch = collate([[sample]], [0], num_anchors=9, seed=0, epoch=0)
+    batch = collate([[sample]], [[0]], num_anchors=9, seed=0, epoch=0)
     assert batch.anchors[batch.anchor_mask].tolist() == [n, n + 1, n + 2, n + 3]
     assert batch.loss_mask[0].nonzero().flatten().tolist() == [n, n + 1, n + 2, n + 3, n + 4]
     assert torch.equal(batch.input_ids[0], sample.ids.long())

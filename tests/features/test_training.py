@@ -156,8 +156,7 @@ def test_rows_of_several_documents_and_rows_that_only_pad(made: Path, tmp_path: 
 
 def packed(rows: list[list[Any]]) -> MicroBatch:
     """A micro-batch of rows of documents; an empty row only pads."""
-    ids = [0 if row else -1 for row in rows]
-    return collate(rows, ids, num_anchors=8, seed=0, epoch=0)
+    return collate(rows, [list(range(len(row))) for row in rows], num_anchors=8, seed=0, epoch=0)
 
 
 # The command ------------------------------------------------------------------------------------------------------

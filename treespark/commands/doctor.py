@@ -69,7 +69,7 @@ def run(name: str, argv: list[str]) -> int:
                 )
                 self.datamodule.trainer = self.model.trainer = trainer
                 with report.guard("trainer"):
-                    self.model.on_fit_start()
+                    self.model.check_trainer()
                 self.model.trainer = None
             examine(report, self.model, self.datamodule, around)
             report.conclude()

@@ -13,7 +13,8 @@ from treespark.data.mixture import SourceSpec, hash_sources, open_source
 from treespark.data.prompts import OnError, Problems
 from treespark.data.samples import LongSequences, Sample, load_samples
 from treespark.data.sources import PromptSource
-from treespark.data.template import ChatEncoder, template_sha256
+from treespark.data.template import ChatEncoder
+from treespark.target.loading import template_sha256
 
 ROLES = ("train", "val", "test")
 

@@ -7,7 +7,6 @@ that a template writes after it.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,11 +34,6 @@ class Encoded(NamedTuple):
     ids: list[int]
     spans: list[Span]
     num_unplaced: int
-
-
-def template_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of the tokenizer's chat template, by which a checkpoint knows the template that it was trained with."""
-    return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()
 
 
 def render(

@@ -13,6 +13,7 @@ import torch
 
 from treespark.drafters.base import EXTRA_FIELDS, Drafter
 from treespark.registry import load_all
+from treespark.target.loading import template_sha256
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,8 +84,6 @@ def check_template(
         ValueError: For other options, or another template, without `allow_other`: prompts would not look as they did
             in training.
     """
-    from treespark.data.template import template_sha256
-
     known = drafter.extra.get("chat_template_sha256")
     other_text = known is not None and known != template_sha256(target.tokenizer)
     if other_text and not allow_other:

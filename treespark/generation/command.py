@@ -252,11 +252,11 @@ def _load(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     loaded = Target.load(target, dtype=dtype, device_map=None if device == "cpu" else device)
     bound = None if source is None else source.load(loaded)
-    if bound is not None and check_template(bound, chat_template_kwargs or {}, allow_other=True)[1]:
+    if bound is not None and check_template(bound, loaded, chat_template_kwargs or {}, allow_other=True)[1]:
         logging.getLogger(__name__).warning(
-            "%s was trained with other chat template options (%s); its drafts may be accepted less often",
+            "%s was trained with another chat template or other options (%s); its drafts may be accepted less often",
             drafter,
-            bound.extra["chat_template_kwargs"],
+            bound.extra.get("chat_template_kwargs", {}),
         )
     return LocalBackend(
         loaded,

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from treespark.data.prompts import PromptRecord
-from treespark.data.template import ChatEncoder, template_sha256
+from treespark.data.template import ChatEncoder
 from treespark.decoding.batch import BatchDecoding
 from treespark.decoding.request import Request
 from treespark.drafters.source import weights_hash
 from treespark.generation.backend import Answer, Answers, Backend, Progress, Prompt
+from treespark.target.loading import template_sha256
 
 if TYPE_CHECKING:
     from treespark.drafters import Drafter

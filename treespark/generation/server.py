@@ -17,10 +17,10 @@ from typing import Any, Literal
 from anyio.from_thread import start_blocking_portal
 
 from treespark.data.prompts import DataError, PromptRecord
-from treespark.data.template import ChatEncoder, template_sha256
+from treespark.data.template import ChatEncoder
 from treespark.generation.backend import Answer, Answers, Backend, Progress, Prompt
 from treespark.generation.client import Client, Refused, base_url
-from treespark.target.loading import load_end_tokens, load_tokenizer
+from treespark.target.loading import load_end_tokens, load_tokenizer, template_sha256
 
 Endpoint = Literal["chat", "completions"]
 

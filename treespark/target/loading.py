@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,3 +136,8 @@ def load_model(
     except Exception as error:
         raise _explain(name, "model", error) from error
     return model
+
+
+def template_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of the tokenizer's chat template, by which a checkpoint knows the template that it was trained with."""
+    return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()
