@@ -20,6 +20,7 @@ from treespark.cli import COMMANDS, dispatch
 from treespark.commands import training  # noqa: F401  # Lightning keeps the stream it first meets as its log
 from treespark.commands.functions import spell_out
 from treespark.commands.hints import explain
+from treespark.data import hash_files
 
 ROOT = Path(__file__).parent.parent
 
@@ -253,8 +254,15 @@ def test_fit_leaves_a_run_that_repeats(folder: Path, capsys: pytest.CaptureFixtu
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert (folder / "run/checkpoints/best.ckpt").is_file()
 
+    sources = json.loads((folder / "run/environment.json").read_text())["data_sources"]
+    assert sources["train"] == {"dataset": "answers.jsonl", "sha256": hash_files(["answers.jsonl"])}
+    assert len(config["chat_template_sha256"]) == 64
+
     capsys.readouterr()
-    assert dispatch(["test", "--config", "run/config.yaml", "--ckpt_path", "run/checkpoints/last.ckpt"]) == 0
+    words = ["test", "--config", "run/config.yaml", "--ckpt_path", "run/checkpoints/last.ckpt"]
+    assert dispatch([*words, "--data.chat_template_kwargs", "{enable_thinking: false}"]) == 1
+    assert "trained on prompts rendered with chat_template_kwargs {}" in capsys.readouterr().err
+    assert dispatch(words) == 0
     assert "test/tau" in capsys.readouterr().out
     words = ["--drafter", "run/checkpoints/last.ckpt", "--suites", "answers.jsonl", "--num_prompts", "2"]
     assert dispatch(["bench", *words, "--max_new_tokens", "8", "--output", "results.json"]) == 0
