@@ -18,7 +18,7 @@ FLOORS: list[set[str]] = [
     {"drafters", "features", "replay"},
     {"blocks"},
     {"losses", "metrics"},
-    {"data", "decoding", "export", "tracking", "objective", "sharding"},
+    {"checkpoint", "data", "decoding", "export", "tracking", "objective", "sharding"},
     {"bench", "generation"},
     {"module"},
     {"doctor"},

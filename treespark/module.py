@@ -16,6 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from treespark.blocks import DraftBlocks, Labels, make_labels
+from treespark.checkpoint import check_record, follow_options, make_record
 from treespark.data import DraftingData, MicroBatch
 from treespark.drafters import Drafter
 from treespark.drafters.warm_start import start_from_drafter, start_from_target
@@ -375,53 +376,20 @@ class DraftingModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds what is needed to decode: the drafter's options, the recorded policy, the target's name and identity."""
         data = getattr(self._trainer, "datamodule", None)
-        checkpoint["treespark"] = {
-            "drafter": self.drafter.config(),
-            "policy": self.policy.config(),
-            "target": self.target_name,
-            "fingerprint": self.target.spec.fingerprint,
-            "chat_template_kwargs": getattr(data, "chat_template_kwargs", {}),
-            "chat_template_sha256": getattr(data, "chat_template_sha256", None),
-            "provenance": self._where_from(data),
-        }
-
-    def _check_template(self, record: dict[str, Any]) -> None:
-        data = getattr(self._trainer, "datamodule", None)
-        for key in ("chat_template_kwargs", "chat_template_sha256"):
-            recorded = record.get(key)
-            if recorded is not None and recorded != (now := getattr(data, key, recorded)):
-                raise ValueError(
-                    f"The checkpoint was trained on prompts rendered with {key} {recorded}, the data has {now}: set "
-                    "data.chat_template_kwargs, or restore the template of the target's tokenizer."
-                )
-
-    def _where_from(self, data: Any) -> dict[str, Any]:
-        """Versions, revision, arguments and the data's hash; found out once, since files are read for it."""
-        if self._provenance is None:
+        if self._provenance is None:  # found out once, since files are read for it
             self._provenance = environment() | {"data_hash": getattr(data, "data_hash", None)}
-        return self._provenance
+        checkpoint["treespark"] = make_record(self.drafter, self.policy, self.target_name, data, self._provenance)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuses a checkpoint of another target, and lets changed optimiser options apply after a resume.
+        """Refuses a checkpoint of another target or data, and lets changed optimiser options apply after a resume.
 
         Raises:
             ValueError: When the recorded identity is not this target's, or its prompts were rendered otherwise.
         """
-        self._check_template(checkpoint.get("treespark", {}))
-        recorded = checkpoint.get("treespark", {}).get("fingerprint")
-        if recorded != self.target.spec.fingerprint:
-            raise ValueError(
-                f"The checkpoint was trained for another target (identity {str(recorded)[:12]}, here "
-                f"{self.target.spec.fingerprint[:12]} of '{self.target_name}'). Give the target it was trained for."
-            )
-        # The configuration is the truth, also after a resume: the saved optimiser follows a changed option. Where
-        # nothing changed, the factor is exactly 1 and the resume stays bitwise.
-        for state in checkpoint.get("lr_schedulers", []):
-            state["base_lrs"] = [self.learning_rate] * len(state["base_lrs"])
+        data = getattr(self._trainer, "datamodule", None)
+        check_record(checkpoint.get("treespark", {}), self.target.spec.fingerprint, self.target_name, data)
         states = checkpoint.get("optimizer_states", [])
         if self._sharded is not None:  # that strategy has loaded them already
             states = [{"param_groups": optimizer.param_groups} for optimizer in self.trainer.optimizers]
-        for state in states:
-            for group in state["param_groups"]:
-                group["lr"] *= self.learning_rate / group["initial_lr"]
-                group |= {"initial_lr": self.learning_rate, "weight_decay": self.weight_decay, "betas": self.betas}
+        options = {"weight_decay": self.weight_decay, "betas": self.betas}
+        follow_options(checkpoint.get("lr_schedulers", []), states, self.learning_rate, **options)
