@@ -24,6 +24,7 @@ from treespark.decoding.record import DecodeResult, Round
 from treespark.decoding.request import Request
 from treespark.decoding.verify import root_tree, tree_attention_mask, trim, walk
 from treespark.policies import TreePolicy
+from treespark.target.transfer import send
 from treespark.tree import PackedTree
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ class BatchDecoding:
         lengths = [request.length for request in requests]
         start = max(lengths)
         device = requests[0].prompt.device
-        state = torch.tensor([[r.tokens[-1] for r in requests], lengths], device=device).unsqueeze(-1)
+        state = send([[r.tokens[-1] for r in requests], lengths], device).unsqueeze(-1)
         anchors, positions = state.unbind()  # [n, 1] each
         seen = None
         if min(lengths) < start:
@@ -247,7 +248,7 @@ class BatchDecoding:
         assert self.cache is not None
         start = max(lengths)
         if len(lengths) == 1:
-            self.cache.keep(start, torch.tensor(kept[0]))  # on the CPU: reading it there waits for nothing
+            self.cache.keep(start, kept[0])
             return
         moves = [
             (row, start + node, length + offset)
@@ -256,7 +257,7 @@ class BatchDecoding:
             if start + node != length + offset
         ]
         if moves:
-            rows, sources, destinations = torch.tensor(moves, device=self.target.device).unbind(1)
+            rows, sources, destinations = send(list(zip(*moves, strict=True)), self.target.device)
             self.cache.move(rows, sources, destinations)
         longest = max(length + len(nodes) for length, nodes in zip(lengths, kept, strict=True))
         self.cache.select(0, len(lengths), longest)
@@ -265,7 +266,7 @@ class BatchDecoding:
         """Appends the kept nodes' features [n, W, m*H] to the drafter's context, in the rows that go on."""
         assert self.drafter is not None and self.context is not None
         entries = [(row, node, lengths[row] + offset) for row in going for offset, node in enumerate(kept[row])]
-        rows, nodes, places = torch.tensor(entries, device=features.device).unbind(1)
+        rows, nodes, places = send(list(zip(*entries, strict=True)), features.device)
         new, positions = features[rows, nodes].unsqueeze(0), places.unsqueeze(0)  # all rows' positions in one row
         if self.max_batch_size == 1:
             self.context = self.drafter.encode(new, positions, self.context)
