@@ -89,9 +89,7 @@ def prompts(target: Target, batch_size: int, context: int) -> list[list[int]]:
 
 def start(target: Target, drafter: Drafter | None, policy: TreePolicy | None, texts: list[list[int]]) -> BatchDecoding:
     """Returns a batch after its prefills, which no end token ends."""
-    batch = BatchDecoding(
-        target, drafter=drafter, policy=policy, allow_other_policy=True, max_batch_size=len(texts)
-    )
+    batch = BatchDecoding(target, drafter=drafter, policy=policy, allow_other_policy=True, max_batch_size=len(texts))
     for text in texts:
         batch.add(Request(target, text, max_new_tokens=1024, end_token_ids=[]))
     return batch

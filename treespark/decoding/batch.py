@@ -24,6 +24,7 @@ from treespark.decoding.record import DecodeResult, Round
 from treespark.decoding.request import Request
 from treespark.decoding.verify import root_tree, tree_attention_mask, trim, walk
 from treespark.policies import TreePolicy
+from treespark.selection import top_tokens
 from treespark.target.transfer import send
 from treespark.tree import PackedTree
 
@@ -169,7 +170,7 @@ class BatchDecoding:
             nodes: list[list[int]] = [[] for _ in requests]
             paths = [[token] for token in self._choose(output.logits, requests)]
         else:
-            choices = output.logits.argmax(-1)  # [n, W]
+            choices = top_tokens(output.logits, 1)[..., 0]  # [n, W]
             accepted = walk(packed, choices, ancestors).accepted
             # The one transfer of the verification.
             table = torch.stack([accepted.long(), packed.tokens, choices], 1).tolist()
@@ -226,6 +227,8 @@ class BatchDecoding:
         hidden = self.drafter.draft(self.context, anchors, positions, seen)  # [n, 1, K, H]
         self._lap("draft", requests)
         proposer = self.drafter.propose(hidden.flatten(0, 1), anchors[:, 0])
+        proposer.prepare()
+        self._lap("head", requests)
         packed = self.policy.build(proposer, generator=self.generator).pack()
         packed = trim(packed, int(packed.num_nodes.max()))
         self._lap("build", requests)
@@ -235,10 +238,11 @@ class BatchDecoding:
         """Returns the target's tokens at [n, 1, V]; plain decoding also notes how far the second best was behind."""
         last = logits[:, 0]
         if self.drafter is not None:
-            tokens: list[int] = last.argmax(-1).tolist()
+            tokens: list[int] = top_tokens(last, 1)[:, 0].tolist()
             return tokens
-        best = last.topk(2, dim=-1).values.double()
-        found = torch.stack([last.argmax(-1).double(), best[:, 0] - best[:, 1]], 1).tolist()
+        two = top_tokens(last, 2)
+        best = last.gather(1, two).double()
+        found = torch.stack([two[:, 0].double(), best[:, 0] - best[:, 1]], 1).tolist()
         for request, (_, gap) in zip(requests, found, strict=True):
             request.gaps.append(gap)
         return [int(token) for token, _ in found]
