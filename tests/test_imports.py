@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "treespark"
 
 FLOORS: list[set[str]] = [
-    {"registry", "tree", "selection", "environment"},
+    {"registry", "tree", "selection", "cost", "environment"},
     {"policies", "target"},
     {"drafters", "replay"},
     {"blocks"},

@@ -66,7 +66,9 @@ def test_bfloat16_text_is_within_four_spacings(family: str, implementation: str,
     target = BF16[family, implementation]
     prompts = [[1, 2, 3], [5], [9, 8, 7, 6, 5, 4], [7, 1, 0]]
     options = {"max_batch_size": 3, "max_new_tokens": 24, "end_token_ids": []}
-    for prompt, found in zip(prompts, decode_batch(target, tiny_drafter(target), prompts, policy=policy, **options)):
+    for prompt, found in zip(
+        prompts, decode_batch(target, tiny_drafter(target), prompts, policy=policy, **options), strict=True
+    ):
         margins = text_margins(target, prompt, found.tokens)
         assert margins.num_tokens == 24 and margins.first_miss is None and margins.largest <= 4
 

@@ -21,6 +21,7 @@ def bench(
     num_prompts: int | None = None,
     max_new_tokens: int = 128,
     simulate: bool = False,
+    profile: str | None = None,
     output: str | None = None,
     dtype: str = "float32",
     device: str = "cpu",
@@ -42,6 +43,8 @@ def bench(
         num_prompts: Only the first so many prompts of each suite.
         max_new_tokens: Most new tokens of an answer.
         simulate: Simulate rounds on the target's own answers: acceptance without timing, much faster.
+        profile: File for a cost profile (JSON) that is measured first: the target's time by tokens, batch size and
+            context, and the drafter's. It also fits BestFirst's calibration, and sets predicted beside measured speed.
         output: File for the results (JSON).
         dtype: Precision of target and drafter.
         device: Where to decode, such as cpu or cuda.
@@ -62,6 +65,8 @@ def bench(
 
     from treespark.bench.arms import make_arms, split_names
     from treespark.bench.load import check_template, open_drafter
+    from treespark.bench.profile import print_predictions
+    from treespark.bench.profile import profile as measure_costs
     from treespark.bench.report import print_report
     from treespark.bench.runner import run
     from treespark.bench.suites import check_suites, load_suite
@@ -97,6 +102,7 @@ def bench(
         for path in paths
     ]
     check_suites(chosen)
+    costs = measure_costs(loaded, model, chosen, profile) if profile else None
     settings = {
         "modes": split_names(modes),
         "policies": split_names(policies or []),
@@ -133,6 +139,8 @@ def bench(
     if output:
         results.save(output)
     print_report(results)
+    if costs is not None:
+        print_predictions(costs, results)
     if output:
         print(f"Results: {output}")
     return results

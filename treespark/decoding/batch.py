@@ -12,7 +12,7 @@ accepted paths then move to the ends of their own texts.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -45,6 +45,7 @@ class BatchDecoding:
         policy: Tree policy; None takes the drafter's recorded one.
         max_batch_size: The most requests that decode side by side.
         generator: Source of randomness for policies that draw.
+        on_verified: Receives a round's packed trees and [n, W] which of their nodes were accepted (`judged_edges`).
 
     Attributes:
         cache: The target's keys and values, or None before the first request.
@@ -64,11 +65,12 @@ class BatchDecoding:
         allow_other_policy: bool = False,
         max_batch_size: int = 8,
         generator: torch.Generator | None = None,
+        on_verified: Callable[[PackedTree, Tensor], None] | None = None,
     ) -> None:
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}.")
         self.target, self.drafter, self.generator = target, drafter, generator
-        self.max_batch_size = max_batch_size
+        self.max_batch_size, self.on_verified = max_batch_size, on_verified
         self.policy: TreePolicy | None = None
         self.recorded = False
         self.layer_ids: tuple[int, ...] = ()
@@ -172,6 +174,8 @@ class BatchDecoding:
         else:
             choices = top_tokens(output.logits, 1)[..., 0]  # [n, W]
             accepted = walk(packed, choices, ancestors).accepted
+            if self.on_verified is not None:
+                self.on_verified(packed, accepted)
             # The one transfer of the verification.
             table = torch.stack([accepted.long(), packed.tokens, choices], 1).tolist()
             nodes = [[index for index in range(1, len(row[0])) if row[0][index]] for row in table]

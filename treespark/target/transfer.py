@@ -12,7 +12,7 @@ from torch import Tensor
 def send(values: Sequence[Any], device: torch.device) -> Tensor:
     """Returns integers, in lists nested as a table, as a long tensor on `device`.
 
-    A plain `torch.tensor(values, device="cuda")` copies from pageable memory and waits until all work before it is done.
+    A plain `torch.tensor(values, device="cuda")` copies from pageable memory and waits until all former work is done.
     """
     if device.type != "cuda":
         return torch.tensor(values, dtype=torch.long, device=device)
