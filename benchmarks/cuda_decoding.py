@@ -137,7 +137,7 @@ def check_text_float32(run: Run) -> Outcome:
 
 def check_text_policies(run: Run) -> Outcome:
     """The other policies in a batch of 6."""
-    others = [Chain(), DDTree(32), BestFirst(16, 32), BestFirst(16, 32, a=1.2, b=-0.1, theta=0.01)]
+    others = [Chain(), DDTree(32), BestFirst(16, 32), BestFirst(16, 32, theta=0.004)]
     return compared(run, others, (6,))
 
 

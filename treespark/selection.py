@@ -83,7 +83,7 @@ def top_tokens(logits: Tensor, k: int) -> Tensor:
         return logits.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     num_blocks = vocab // block
     end = num_blocks * block
-    blocks = logits[..., :end].unflatten(-1, (num_blocks, block))
+    blocks = logits[..., :end].reshape(*logits.shape[:-1], num_blocks, block)  # a view
     # With blocks ordered by their maxima, ties by their place, the first k hold the k tokens: each of them has one that
     # comes before all tokens of the other blocks.
     chosen = top_tokens(blocks.amax(-1), k).sort(dim=-1).values

@@ -152,8 +152,8 @@ def profile(
     costs.settings["calibration"] = {"a": a, "b": b, "num_edges": edges}
     costs.save(path)
     nodes = chosen.num_nodes(drafter.block_size)
-    options = {"k": getattr(chosen, "k", 4), "num_draft_nodes": nodes, "frontier_width": None}
-    sized = BestFirst(**options, a=round(a, 4), b=round(b, 4), cost=path)
+    k = getattr(chosen, "k", None) or min(4, target.spec.vocab_size)
+    sized = BestFirst(k, nodes, a=round(a, 4), b=round(b, 4), cost=path)
     print(f'Cost profile: {path}\nCalibrated on {edges} edges; trees that follow the load: --policies "{sized!r}"')
     return costs
 
