@@ -18,12 +18,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # used from a checkout
 
 from treespark.bench.stopwatch import PRODUCTS, product_times
 from treespark.decoding import BatchDecoding, Request
