@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from treespark.cost import CostModel
 from treespark.policies.budgeted import Budgeted
+from treespark.tree import CandidateTree, Proposer
 
 
 class BestFirst(Budgeted):
@@ -18,6 +21,10 @@ class BestFirst(Budgeted):
     number of accepted tokens: nodes below θ are left out, and a row that is unsure of itself packs a smaller tree.
     Path mass falls along a path, so going through the depths with the N best nodes so far finds the same nodes as
     taking the best one at a time, in one call for each depth.
+
+    Instead of θ, a cost profile can say where to stop: a row keeps the size whose expected tokens per second are the
+    most, so a node is added while its mass exceeds its share of a round's cost times the expected tokens, the present
+    rate tau / t. The more rows decode side by side, the more a node costs, and the smaller the trees.
 
     With a = 1, b = 0, θ = 0 and a frontier width it is `Budgeted`; with k = 1 and N = the number of depths it is
     `Chain`. `fit_edges` finds a and b.
@@ -29,9 +36,12 @@ class BestFirst(Budgeted):
         a: Slope of the calibration, above 0.
         b: Intercept of the calibration.
         theta: θ, the smallest path mass of a packed node, from 0 to below 1.
+        cost: File of a cost profile (`treespark bench --profile`), which takes the place of θ. Masses are expected
+            tokens only where a and b are fitted. In training the rows of a chunk count as the batch.
 
     Raises:
         ValueError: For an option out of range.
+        FileNotFoundError: When there is no cost profile at that place (from `check`).
     """
 
     def __init__(
@@ -42,15 +52,58 @@ class BestFirst(Budgeted):
         a: float = 1.0,
         b: float = 0.0,
         theta: float = 0.0,
+        cost: str | None = None,
     ) -> None:
         super().__init__(k, num_draft_nodes, frontier_width)
-        self.a, self.b, self.theta = a, b, theta
+        self.a, self.b, self.theta, self.cost = a, b, theta, cost
         if not (0 < a < math.inf and math.isfinite(b)):
             raise ValueError(f"BestFirst needs a > 0 and a finite b, got a = {a}, b = {b}.")
         if not 0 <= theta < 1:
             raise ValueError(f"BestFirst needs 0 <= theta < 1, got {theta}.")
-        self._adapts = theta > 0 or frontier_width is None
+        if theta and cost:
+            raise ValueError(f"BestFirst stops at theta = {theta} or by the cost profile '{cost}': give one of them.")
+        self._adapts = theta > 0 or cost is not None or frontier_width is None
+        self._costs: CostModel | None = None
+        self._seconds: dict[tuple[int, torch.device], Tensor] = {}
         self._least = math.log(theta) if theta else -math.inf
+
+    def check(self, depths: int, vocab_size: int) -> None:
+        """Checks the options as `Budgeted` does, and reads the cost profile.
+
+        Raises:
+            ValueError: When an option is out of range, or the file is no cost profile.
+            FileNotFoundError: When there is no such file.
+        """
+        super().check(depths, vocab_size)
+        self._read_costs()
+
+    def build(self, proposer: Proposer, *, generator: torch.Generator | None = None) -> CandidateTree:
+        """Builds the tree depth by depth, and with a cost profile cuts each row's to the size that pays."""
+        tree = super().build(proposer, generator=generator)
+        costs = self._read_costs()
+        return tree if costs is None else self._cut(tree, costs)
+
+    def _read_costs(self) -> CostModel | None:
+        if self.cost is not None and self._costs is None:
+            self._costs = CostModel.load(self.cost)
+        return self._costs
+
+    def _cut(self, tree: CandidateTree, costs: CostModel) -> CandidateTree:
+        """Keeps each row's first nodes in the order of packing, as many as give the most tokens per second."""
+        scores, most = tree.scores.detach(), min(self.num_draft_nodes, tree.scores.shape[1] - 1)
+        rows, device = len(scores), scores.device
+        if (rows, device) not in self._seconds:
+            sizes = range(self.num_draft_nodes + 1)
+            seconds = [costs.round_seconds(rows, size) for size in sizes]
+            self._seconds[rows, device] = torch.tensor(seconds, dtype=torch.float64, device=device)
+        ranked = scores[:, 1:].sort(dim=1, descending=True, stable=True)
+        masses = ranked.values[:, :most].double().exp().nan_to_num(0.0)
+        expected = 1 + torch.cat([torch.zeros_like(masses[:, :1]), masses.cumsum(1)], 1)  # [M, most + 1] tokens
+        best = (expected / self._seconds[rows, device][: most + 1]).argmax(1, keepdim=True)  # ties: the smaller tree
+        kept = torch.arange(scores.shape[1] - 1, device=device) < best
+        kept = torch.zeros_like(tree.exists).scatter_(1, ranked.indices + 1, kept)
+        kept[:, 0] = True
+        return dataclasses.replace(tree, scores=tree.scores.masked_fill(~kept, -torch.inf), exists=tree.exists & kept)
 
     def frontier_limits(self, depths: int) -> list[int]:
         """Returns the most parents that are expanded into each depth: no more than N can matter."""

@@ -105,8 +105,7 @@ class Budgeted(TreePolicy):
         token, parent, log_prob, score = (
             torch.cat([part.to(parts[-1].dtype) for part in parts], 1) for parts in columns
         )
-        sizes = torch.tensor([level[0].shape[1] for level in levels], device=token.device)
-        depths = torch.arange(len(sizes), device=token.device).repeat_interleave(sizes, output_size=token.shape[1])
+        depths = torch.cat([token.new_full(level[0].shape[1:], depth) for depth, level in enumerate(levels)])
         exists = torch.isfinite(score)
         return CandidateTree(
             tokens=token,

@@ -70,8 +70,13 @@ class DDTree(TreePolicy):
             width = score.shape[1]
             # Parents stand best first, and so do children: at least (i + 1)(j + 1) - 1 candidates come before child j
             # of parent i, so the others need not be looked at.
-            pairs = [(i, j) for i in range(width) for j in range(min(k, budget // (i + 1)))]
-            parent, child = torch.tensor(pairs, device=roots.device).unbind(1)
+            places = torch.arange(width, device=roots.device)
+            children = (budget // (places + 1)).clamp(max=k)  # of each parent
+            num_pairs = sum(min(k, budget // (i + 1)) for i in range(width))
+            # `output_size` is known here: nothing has to be read back.
+            parent = places.repeat_interleave(children, output_size=num_pairs)
+            before = (children.cumsum(0) - children).repeat_interleave(children, output_size=num_pairs)
+            child = torch.arange(num_pairs, device=roots.device) - before
             log_prob = choice_log_probs[:, depth, child]  # [M, pairs]
             pool = score[:, parent] + log_prob
             pool = torch.where(torch.isfinite(pool), pool, -torch.inf)
@@ -81,9 +86,8 @@ class DDTree(TreePolicy):
                 (choices[:, depth].gather(1, child[order]), start + parent[order], gather_rows(log_prob, order), score)
             )
             start += width
-        sizes = torch.tensor([level[0].shape[1] for level in levels], device=roots.device)
         token, parents, log_probs, scores = (torch.cat(parts, 1) for parts in zip(*levels, strict=True))
-        depths = torch.arange(len(sizes), device=roots.device).repeat_interleave(sizes, output_size=token.shape[1])
+        depths = torch.cat([token.new_full(level[0].shape[1:], depth) for depth, level in enumerate(levels)])
         return CandidateTree(
             tokens=token,
             parents=parents,

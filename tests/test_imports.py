@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "treespark"
 
 FLOORS: list[set[str]] = [
-    {"registry", "tree", "selection", "environment", "workspace"},
+    {"registry", "tree", "selection", "cost", "environment", "workspace"},
     {"policies", "target", "distributions"},
     {"drafters", "features", "replay"},
     {"blocks"},

@@ -20,6 +20,9 @@ class FakeProposer:
         self.base, self.table, self.root_tokens = logits, table, root_tokens
         self.depths, self.vocab_size = logits.shape[1:]
 
+    def prepare(self) -> None:
+        """The logits are there."""
+
     def root_carry(self) -> Tensor:
         return self.base.new_zeros(len(self.base), 1, 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.decoding.fakes import random_drafter
 from tests.decoding.test_loop import REGISTERED, drafter_of, target_of
-from tests.tiny import tiny_drafter, tiny_model
+from tests.tiny import tiny_drafter, tiny_model, tiny_target
 from treespark.decoding import BatchDecoding, Request, decode, decode_batch, decode_plain
 from treespark.policies import BestFirst, Budgeted, TreePolicy
 from treespark.target import Target
@@ -65,6 +66,29 @@ def test_batch_equals_one_by_one_equals_plain(
         else:
             alone = decode(target, drafter, prompt, max_new_tokens=limit, **options)
             assert (result.rounds, result.policy) == (alone.rounds, alone.policy)
+
+
+@pytest.mark.parametrize("name", [type(policy).__name__ for policy in REGISTERED])
+@settings(max_examples=4)
+@given(data=st.data(), family=st.sampled_from(["llama", "qwen3"]), seed=st.integers(0, 99))
+def test_eight_unequal_prompts(name: str, data: st.DataObject, family: str, seed: int) -> None:
+    """A batch of 8 prompts of 8 lengths = one by one = plain decoding, whatever the policy's budget and the limits."""
+    cls = TreePolicy.available()[name]
+    budget = {"num_draft_nodes": data.draw(st.integers(1, 40))}
+    policy: TreePolicy = cls(**budget if "num_draft_nodes" in inspect.signature(cls).parameters else {})
+    target = target_of(family)
+    drafter = drafter_of("model", target, [], seed)
+    lengths = data.draw(st.permutations(range(1, 9)))
+    prompts = [data.draw(st.lists(st.integers(0, 15), min_size=n, max_size=n)) for n in lengths]
+    limits = data.draw(st.lists(st.integers(1, 9), min_size=8, max_size=8))
+    ends = data.draw(st.lists(st.integers(0, 15), max_size=2))
+    options: dict[str, Any] = {"policy": policy, "end_token_ids": ends}
+    together = decode_batch(target, drafter, prompts, max_batch_size=8, max_new_tokens=limits, **options)
+    for prompt, limit, found in zip(prompts, limits, together, strict=True):
+        alone = decode(target, drafter, prompt, max_new_tokens=limit, **options)
+        plain = decode_plain(target, prompt, max_new_tokens=limit, end_token_ids=ends)
+        assert found.tokens == alone.tokens == plain.tokens
+        assert found.rounds == alone.rounds and found.finish_reason == alone.finish_reason == plain.finish_reason
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -186,6 +210,24 @@ def test_streaming_hands_every_request_its_own_tokens() -> None:
         assert [token for part in parts[index] for token in part] == result.tokens
         assert [len(part) for part in parts[index]] == [1] + [r.committed for r in result.rounds]
         assert 0 < result.timing["first_token"] < result.timing["finished"]
+
+
+def test_a_window_that_is_never_reached_decodes_like_full_attention() -> None:
+    """Half of the layers slide over 512 tokens, all that the model has positions for: trees and rows as without.
+
+    A window of 511 could be reached and is refused (`tests/target/test_features.py` has more of these).
+    """
+    window: dict[str, Any] = {"vocab": 16, "initializer_range": 0.5, "use_sliding_window": True, "max_window_layers": 2}
+    target = tiny_target("qwen3", sliding_window=512, **window)
+    assert "sliding_attention" in target.model.config.layer_types
+    full = tiny_target("qwen3", vocab=16, initializer_range=0.5)
+    prompts = [list(range(1, n)) for n in (12, 3, 7)]
+    options: dict[str, Any] = {"max_new_tokens": 8, "end_token_ids": [], "policy": Budgeted(2, 8)}
+    results = decode_batch(target, tiny_drafter(target, target_layer_ids=[0, 2]), prompts, **options)
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result.tokens == decode_plain(full, prompt, max_new_tokens=8, end_token_ids=[]).tokens
+    with pytest.raises(ValueError, match="slides over 511 tokens, fewer than its 512 positions"):
+        tiny_target("qwen3", sliding_window=511, **window)
 
 
 def test_impossible_batches_are_refused() -> None:

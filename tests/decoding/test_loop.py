@@ -299,7 +299,7 @@ def test_zero_new_tokens() -> None:
 def test_timing_adds_up_and_the_result_pickles() -> None:
     target = target_of("llama")
     result = decode(target, random_drafter(target, 0), [1, 2], max_new_tokens=12, end_token_ids=[])
-    parts = sum(result.timing[name] for name in ("draft", "build", "verify", "commit"))
+    parts = sum(result.timing[name] for name in ("draft", "head", "build", "verify", "commit"))
     assert 0 < parts <= result.timing["decode"]
     assert pickle.loads(pickle.dumps(result)) == result
 

@@ -55,7 +55,7 @@ def test_tree_paths_equal_plain_decoding_and_compaction_keeps_one(implementation
     for i, path in enumerate(paths):
         text = torch.cat([prefix, torch.tensor([[tokens[j] for j in path]])], 1)
         assert torch.allclose(logits[:, i], full(target, text)[:, -1], atol=1e-6)
-    cache.keep(4, torch.tensor([0, 3, 5]))
+    cache.keep(4, [0, 3, 5])
     assert cache.length == 7
     after = target(torch.tensor([[30]]), cache).logits[:, -1]
     text = torch.cat([prefix, torch.tensor([[20, 23, 25, 30]])], 1)
@@ -69,7 +69,7 @@ def test_keep_equals_gather(start: int, kept: set[int]) -> None:
     keys = torch.randn(1, 2, 12, 3)
     cache.hf.update(keys, -keys, 0)
     offsets = torch.tensor(sorted(kept), dtype=torch.long)
-    cache.keep(start, offsets)
+    cache.keep(start, sorted(kept))
     expected = torch.cat([keys[:, :, :start], keys[:, :, start + offsets]], 2)
     layer = cache.hf.layers[0]
     assert torch.equal(layer.keys, expected) and torch.equal(layer.values, -expected)
@@ -82,7 +82,7 @@ def test_impossible_compaction_is_refused(kept: list[int]) -> None:
     cache = target.new_cache(8)
     target(torch.tensor([[5, 6, 7, 8]]), cache)
     with pytest.raises(ValueError, match=r"Cannot keep|ascending"):
-        cache.keep(1, torch.tensor(kept))
+        cache.keep(1, kept)
 
 
 def test_mask_of_another_shape_is_refused() -> None:

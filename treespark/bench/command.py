@@ -27,6 +27,7 @@ def bench(
     simulate: bool = False,
     also_simulate: bool = False,
     lookup_tokens: int = 10,
+    profile: str | None = None,
     output: str | None = None,
     resume: bool = True,
     figures: bool = True,
@@ -57,6 +58,8 @@ def bench(
         simulate: Simulate rounds on the target's own answers: acceptance without timing, much faster.
         also_simulate: Decode live and simulate the rounds too, so that both acceptance lengths are reported.
         lookup_tokens: Tokens that prompt lookup drafts at most.
+        profile: File for a cost profile (JSON) that is measured first: the target's time by tokens, batch size and
+            context, and the drafter's. It also fits BestFirst's calibration, and sets predicted beside measured speed.
         output: File for the results (JSON). Pictures of them (PNG) get its name.
         resume: Go on with unfinished results in `output`, if they come from the same arguments; else start anew.
         figures: Draw the pictures.
@@ -79,6 +82,8 @@ def bench(
 
     from treespark.bench.arms import make_arms, split_names
     from treespark.bench.figures import draw_figures
+    from treespark.bench.profile import print_predictions
+    from treespark.bench.profile import profile as measure_costs
     from treespark.bench.report import print_report
     from treespark.bench.runner import OtherRunError, run
     from treespark.bench.sources import find_sources
@@ -118,6 +123,7 @@ def bench(
         for item in sources
     ]
     check_suites(chosen)
+    costs = measure_costs(loaded, model, chosen, profile) if profile else None
     saved_at = monotonic()
 
     def keep(results: Results) -> None:
@@ -159,6 +165,8 @@ def bench(
     if output:
         results.save(output)
     print_report(results)
+    if costs is not None:
+        print_predictions(costs, results)
     if output:
         print(f"Results: {output}")
         if figures:

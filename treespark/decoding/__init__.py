@@ -1,7 +1,7 @@
 """Speculative decoding: one loop for plain decoding, chains and trees, single or batched; rounds on known text."""
 
 from treespark.decoding.batch import BatchDecoding
-from treespark.decoding.compare import Comparison, compare_outputs
+from treespark.decoding.compare import Comparison, Margins, compare_outputs, text_margins
 from treespark.decoding.loop import Decoding, decode, decode_batch, decode_plain
 from treespark.decoding.record import DecodeResult, Round
 from treespark.decoding.request import Request
@@ -14,6 +14,7 @@ __all__ = [
     "Comparison",
     "DecodeResult",
     "Decoding",
+    "Margins",
     "Request",
     "Round",
     "StopRules",
@@ -25,5 +26,6 @@ __all__ = [
     "decode_plain",
     "judged_edges",
     "simulate",
+    "text_margins",
     "walk",
 ]

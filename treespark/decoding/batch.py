@@ -12,7 +12,7 @@ accepted paths then move to the ends of their own texts.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,8 @@ from treespark.decoding.record import DecodeResult, Round
 from treespark.decoding.request import Request
 from treespark.decoding.verify import root_tree, tree_attention_mask, trim, walk
 from treespark.policies import TreePolicy
+from treespark.selection import top_tokens
+from treespark.target.transfer import send
 from treespark.tree import PackedTree
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ class BatchDecoding:
         policy: Tree policy; None takes the drafter's recorded one.
         max_batch_size: The most requests that decode side by side.
         generator: Source of randomness for policies that draw.
+        on_verified: Receives a round's packed trees and [n, W] which of their nodes were accepted (`judged_edges`).
 
     Attributes:
         cache: The target's keys and values, or None before the first request.
@@ -62,11 +65,12 @@ class BatchDecoding:
         allow_other_policy: bool = False,
         max_batch_size: int = 8,
         generator: torch.Generator | None = None,
+        on_verified: Callable[[PackedTree, Tensor], None] | None = None,
     ) -> None:
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}.")
         self.target, self.drafter, self.generator = target, drafter, generator
-        self.max_batch_size = max_batch_size
+        self.max_batch_size, self.on_verified = max_batch_size, on_verified
         self.policy: TreePolicy | None = None
         self.recorded = False
         self.layer_ids: tuple[int, ...] = ()
@@ -149,7 +153,7 @@ class BatchDecoding:
         lengths = [request.length for request in requests]
         start = max(lengths)
         device = requests[0].prompt.device
-        state = torch.tensor([[r.tokens[-1] for r in requests], lengths], device=device).unsqueeze(-1)
+        state = send([[r.tokens[-1] for r in requests], lengths], device).unsqueeze(-1)
         anchors, positions = state.unbind()  # [n, 1] each
         seen = None
         if min(lengths) < start:
@@ -168,8 +172,10 @@ class BatchDecoding:
             nodes: list[list[int]] = [[] for _ in requests]
             paths = [[token] for token in self._choose(output.logits, requests)]
         else:
-            choices = output.logits.argmax(-1)  # [n, W]
+            choices = top_tokens(output.logits, 1)[..., 0]  # [n, W]
             accepted = walk(packed, choices, ancestors).accepted
+            if self.on_verified is not None:
+                self.on_verified(packed, accepted)
             # The one transfer of the verification.
             table = torch.stack([accepted.long(), packed.tokens, choices], 1).tolist()
             nodes = [[index for index in range(1, len(row[0])) if row[0][index]] for row in table]
@@ -225,6 +231,8 @@ class BatchDecoding:
         hidden = self.drafter.draft(self.context, anchors, positions, seen)  # [n, 1, K, H]
         self._lap("draft", requests)
         proposer = self.drafter.propose(hidden.flatten(0, 1), anchors[:, 0])
+        proposer.prepare()
+        self._lap("head", requests)
         packed = self.policy.build(proposer, generator=self.generator).pack()
         packed = trim(packed, int(packed.num_nodes.max()))
         self._lap("build", requests)
@@ -234,10 +242,11 @@ class BatchDecoding:
         """Returns the target's tokens at [n, 1, V]; plain decoding also notes how far the second best was behind."""
         last = logits[:, 0]
         if self.drafter is not None:
-            tokens: list[int] = last.argmax(-1).tolist()
+            tokens: list[int] = top_tokens(last, 1)[:, 0].tolist()
             return tokens
-        best = last.topk(2, dim=-1).values.double()
-        found = torch.stack([last.argmax(-1).double(), best[:, 0] - best[:, 1]], 1).tolist()
+        two = top_tokens(last, 2)
+        best = last.gather(1, two).double()
+        found = torch.stack([two[:, 0].double(), best[:, 0] - best[:, 1]], 1).tolist()
         for request, (_, gap) in zip(requests, found, strict=True):
             request.gaps.append(gap)
         return [int(token) for token, _ in found]
@@ -247,7 +256,7 @@ class BatchDecoding:
         assert self.cache is not None
         start = max(lengths)
         if len(lengths) == 1:
-            self.cache.keep(start, torch.tensor(kept[0]))  # on the CPU: reading it there waits for nothing
+            self.cache.keep(start, kept[0])
             return
         moves = [
             (row, start + node, length + offset)
@@ -256,7 +265,7 @@ class BatchDecoding:
             if start + node != length + offset
         ]
         if moves:
-            rows, sources, destinations = torch.tensor(moves, device=self.target.device).unbind(1)
+            rows, sources, destinations = send(list(zip(*moves, strict=True)), self.target.device)
             self.cache.move(rows, sources, destinations)
         longest = max(length + len(nodes) for length, nodes in zip(lengths, kept, strict=True))
         self.cache.select(0, len(lengths), longest)
@@ -265,7 +274,7 @@ class BatchDecoding:
         """Appends the kept nodes' features [n, W, m*H] to the drafter's context, in the rows that go on."""
         assert self.drafter is not None and self.context is not None
         entries = [(row, node, lengths[row] + offset) for row in going for offset, node in enumerate(kept[row])]
-        rows, nodes, places = torch.tensor(entries, device=features.device).unbind(1)
+        rows, nodes, places = send(list(zip(*entries, strict=True)), features.device)
         new, positions = features[rows, nodes].unsqueeze(0), places.unsqueeze(0)  # all rows' positions in one row
         if self.max_batch_size == 1:
             self.context = self.drafter.encode(new, positions, self.context)

@@ -1,10 +1,21 @@
-"""Is one output the same as plain decoding's?"""
+"""Is one output the same as plain decoding's, or in a narrow precision as good as it?"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
 
 from treespark.decoding.record import NEAR_TIE, DecodeResult
+from treespark.decoding.request import Request
+
+if TYPE_CHECKING:
+    from treespark.target import Target
+
+NEAR_TIE_SPACINGS = 4
+"""So many spacings of the dtype below the best logit, a token counts as tied with it in bfloat16 and float16."""
 
 
 class Comparison(NamedTuple):
@@ -50,3 +61,53 @@ def compare_outputs(plain: DecodeResult, other: DecodeResult, *, near_tie: float
         # One stopped where the other went on: never a matter of rounding.
         return Comparison(False, shared, shared)
     return Comparison(True, shared)
+
+
+class Margins(NamedTuple):
+    """A text set against the target's own logits before each of its tokens.
+
+    Attributes:
+        num_tokens: Tokens compared.
+        num_near_ties: Tokens that are not the argmax, but within `NEAR_TIE_SPACINGS` of it.
+        largest: The largest distance of a token's logit below the best one, in spacings of the dtype at the best.
+        first_miss: Index of the first token further below than `NEAR_TIE_SPACINGS`, or None. One is an error of the
+            decoder.
+    """
+
+    num_tokens: int
+    num_near_ties: int
+    largest: float
+    first_miss: int | None
+
+
+@torch.no_grad()
+def text_margins(target: Target, prompt_ids: Sequence[int] | Tensor, tokens: Sequence[int]) -> Margins:
+    """Reads a text as plain decoding would, one token a forward pass, and measures how far each is below the best.
+
+    In bfloat16 a forward over many rows and one over a single row round differently, and after the first difference
+    texts go different ways: whether a text is the target's is judged on the text itself.
+
+    Args:
+        target: The target.
+        prompt_ids: Prompt tokens [P], one at least.
+        tokens: The answer.
+
+    Raises:
+        ValueError: For an empty or impossible prompt.
+    """
+    prompt = Request(target, prompt_ids, max_new_tokens=len(tokens)).prompt
+    cache = target.new_cache(prompt.shape[1] + len(tokens))
+    texts = [prompt, *torch.tensor(tokens[:-1], dtype=torch.long, device=target.device).view(-1, 1, 1)]
+    rows = [target(text, cache, num_logits=1).logits[0, -1] for text in texts[: len(tokens)]]
+    if not rows:
+        return Margins(0, 0, 0.0, None)
+    logits = torch.stack(rows)  # [n, V]
+    found = logits.gather(1, torch.tensor(tokens, dtype=torch.long, device=target.device).unsqueeze(1))[:, 0]
+    best = logits.amax(1)
+    # |best| = m * 2^e with m from 0.5 to below 1: its neighbours are eps * 2^(e - 1) away.
+    spacing = torch.finfo(logits.dtype).eps * torch.exp2(torch.frexp(best.double()).exponent.double() - 1)
+    below = (best.double() - found.double()) / spacing
+    missed = below > NEAR_TIE_SPACINGS
+    first = int(missed.long().argmax()) if bool(missed.any()) else None
+    near = (logits.argmax(1) != torch.tensor(tokens, device=target.device)) & ~missed
+    return Margins(len(tokens), int(near.sum()), float(below.max()), first)

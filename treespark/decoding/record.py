@@ -49,7 +49,8 @@ class DecodeResult:
         tokens: New tokens, end token included, prompt excluded.
         rounds: One record per round. The prefill's token, the first of `tokens`, belongs to no round.
         finish_reason: "stop" after an end token, "length" at the limit.
-        timing: Seconds by name: prefill, draft, build, verify, commit, and decode, the wall time of all rounds. On an
+        timing: Seconds by name: prefill, draft (the backbone), head (the output head on its slots), build (Markov
+            products and the tree), verify, commit, and decode, the wall time of all rounds. On an
             accelerator the host waits for the device in verify only, so there the parts are host times and only
             prefill and decode are exact. Also first_token and finished: seconds from the start of the call that decoded
             the request, among others or alone, to its first and to its last token. A round's seconds count for every

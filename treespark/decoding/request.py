@@ -14,7 +14,7 @@ from treespark.decoding.stop import FinishReason, StopRules
 if TYPE_CHECKING:
     from treespark.target import Target
 
-PARTS = ("prefill", "draft", "build", "verify", "commit", "decode")
+PARTS = ("prefill", "draft", "head", "build", "verify", "commit", "decode")
 
 
 class Request:

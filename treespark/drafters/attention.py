@@ -158,7 +158,7 @@ class SlotMask:
         slots = anchors * block_size
         small = rows * groups * slots * (length + slots) <= _MASK_ELEMENTS
         if implementation == "auto":
-            one = small and anchors <= _MOST_ANCHORS
+            one = anchors == 1 or (small and anchors <= _MOST_ANCHORS)  # one is a chunk already
             implementation = "dense" if one else "flex" if flex_runs else "chunked"
         self.recompute = not small
         self.implementation = implementation

@@ -301,10 +301,7 @@ class DSparkDrafter(Drafter):
             raise ValueError(
                 f"Expected a context mask of shape {[rows, anchors, context.length]}, got {list(context_mask.shape)}."
             )
-        elif anchors == 1 and not causal and bool(context_mask.all()):
-            # One anchor that sees all of the context: attention needs no mask, which is the fast path of decoding.
-            return None
         groups = self.num_attention_heads // self.num_key_value_heads
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
-        runs = self.attention == "auto" and flex_runs(x.device.type, dtype, self.head_dim, groups)
+        runs = anchors > 1 and self.attention == "auto" and flex_runs(x.device.type, dtype, self.head_dim, groups)
         return SlotMask(context_mask, self.num_slots, causal, groups, self.attention, runs)

@@ -69,6 +69,10 @@ class DraftProposer:
         """Logits U_d [M, K, V], shared by every parent of a depth (arXiv 2610.20175 §3.1)."""
         return self._head(self.hidden) if self._draft_ids is None else self._widen(self._own_logits)
 
+    def prepare(self) -> None:
+        """Computes the base logits now, which else happens when they are first used."""
+        self._own_logits  # noqa: B018  # cached
+
     @property
     def _own_logits(self) -> Tensor:
         """U_d of the tokens that can be drafted: [M, K, V_draft]."""

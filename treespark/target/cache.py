@@ -7,11 +7,13 @@ kept of it moves to the end of each row's own text. What lies between is for the
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
+
+from treespark.target.transfer import send
 
 
 class _BufferLayer(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -65,7 +67,7 @@ class _BufferLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def keep(self, start: int, sources: Tensor | None, length: int) -> None:
         if self.is_initialized and sources is not None:
-            index = sources.to(self.key_buffer.device)
+            index = sources.to(self.key_buffer.device)  # layers may sit on several devices
             for buffer in (self.key_buffer[self.first : self.last], self.value_buffer[self.first : self.last]):
                 buffer[:, :, start:length] = buffer.index_select(2, index)
         self.select(self.first, self.last, length)
@@ -139,18 +141,18 @@ class TargetCache:
             for buffer in (layer.key_buffer, layer.value_buffer):
                 buffer[row, :, start:] = 0
 
-    def keep(self, start: int, kept: Tensor) -> None:
+    def keep(self, start: int, kept: Sequence[int]) -> None:
         """Keeps positions `start + kept` of what came after `start` and drops the rest, in place, in all selected rows.
 
         Args:
             start: Positions before it stay as they are.
-            kept: [n] long, ascending offsets from `start` (the accepted path of a packed tree: not contiguous).
+            kept: n ascending offsets from `start` (the accepted path of a packed tree: not contiguous).
                 Afterwards `length` is `start + n`.
 
         Raises:
             ValueError: For positions that are not in the cache, or not ascending.
         """
-        offsets = kept.tolist()
+        offsets = list(kept)
         last = start + offsets[-1] if offsets else start - 1
         if not 0 <= start <= self.length or last >= self.length or (offsets and offsets[0] < 0):
             raise ValueError(f"Cannot keep offsets {offsets} after position {start}: the cache has {self.length}.")
@@ -159,6 +161,8 @@ class TargetCache:
         length = start + len(offsets)
         # A leading run stays where it is: only what follows a gap moves.
         run = next((i for i, offset in enumerate(offsets) if offset != i), len(offsets))
-        moved = None if run == len(offsets) else torch.tensor(offsets[run:]) + start
+        moved = None
+        if run < len(offsets) and self._layers[0].is_initialized:
+            moved = send([start + offset for offset in offsets[run:]], self._layers[0].key_buffer.device)
         for layer in self._layers:
             layer.keep(start + run, moved, length)

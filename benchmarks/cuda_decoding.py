@@ -1,0 +1,239 @@
+"""Decoding on an accelerator: the text against plain decoding, then a round's time, shares and synchronisations.
+
+    python benchmarks/cuda_decoding.py --device cuda          # random weights at Qwen3-4B's shape, no download
+    python benchmarks/cuda_decoding.py --device cpu --tiny    # the same code in seconds, to try it
+
+One JSON line a check. The exit status is 1 when a check fails and 2 without a CUDA device. A new check is a function in
+`CHECKS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # used from a checkout
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from decode_round import measure, prompts, start
+
+from treespark.decoding import compare_outputs, decode_batch, decode_plain, text_margins
+from treespark.drafters import Drafter, DSparkDrafter
+from treespark.environment import environment
+from treespark.policies import BestFirst, Budgeted, Chain, DDTree, TreePolicy
+from treespark.target import Target
+
+BATCH_SIZES = (1, 6, 12, 36)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A Qwen3 target with random weights, its drafter, and how long texts are."""
+
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    draft_layers: int
+    rank: int
+    context: int
+    new_tokens: int
+    rounds: int
+
+
+TINY = Sizes(64, 32, 48, 3, 4, 2, 8, 1, 8, 24, 6, 2)
+QWEN3_4B = Sizes(151936, 2560, 9728, 36, 32, 8, 128, 5, 256, 512, 24, 8)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where and how large."""
+
+    device: torch.device
+    sizes: Sizes
+
+    def models(self, dtype: torch.dtype, vocab: int | None = None) -> tuple[Target, Drafter]:
+        """Returns a random target and a random drafter for it; fewer tokens than the model's let drafts be accepted."""
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        sizes = self.sizes if vocab is None else replace(self.sizes, vocab=vocab)
+        config = Qwen3Config(
+            vocab_size=sizes.vocab,
+            hidden_size=sizes.hidden,
+            intermediate_size=sizes.intermediate,
+            num_hidden_layers=sizes.layers,
+            num_attention_heads=sizes.heads,
+            num_key_value_heads=sizes.kv_heads,
+            head_dim=sizes.head_dim,
+            max_position_embeddings=8192,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=2,
+            pad_token_id=0,
+        )
+        torch.manual_seed(0)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)  # 4 billion parameters are never held in float32 for a bfloat16 target
+        try:
+            with self.device:
+                model: Any = Qwen3ForCausalLM(config)
+                target = Target(model, name="random")
+                drafter = DSparkDrafter(
+                    target.spec, num_layers=sizes.draft_layers, markov_rank=sizes.rank, head_dim_ratio=1.5
+                )
+        finally:
+            torch.set_default_dtype(before)
+        assert drafter.markov is not None
+        torch.nn.init.normal_(drafter.markov.markov_w2.weight, std=0.02)
+        drafter.bind(target)
+        return target, drafter.to(device=self.device, dtype=dtype).eval()
+
+
+Outcome = tuple[bool, dict[str, Any]]
+
+
+def compared(run: Run, policies: list[TreePolicy], batch_sizes: tuple[int, ...]) -> Outcome:
+    """Decodes batches in float32 and compares every text with plain decoding of its prompt alone."""
+    target, drafter = run.models(torch.float32, vocab=64)
+    texts = prompts(target, max(batch_sizes), run.sizes.context)
+    options: dict[str, Any] = {"max_new_tokens": run.sizes.new_tokens, "end_token_ids": []}
+    plain = [decode_plain(target, text, **options) for text in texts]
+    passed, figures = True, []
+    for policy in policies:
+        for size in batch_sizes:
+            found = decode_batch(target, drafter, texts[:size], policy=policy, max_batch_size=size, **options)
+            seen = [compare_outputs(one, other) for one, other in zip(plain, found, strict=False)]
+            figures.append(
+                {
+                    "policy": repr(policy),
+                    "batch_size": size,
+                    "identical": sum(item.identical for item in seen),
+                    "near_ties": sum(item.near_tie for item in seen),
+                    "accepted": sum(record.num_accepted for result in found for record in result.rounds),
+                }
+            )
+            passed &= all(item.identical or item.near_tie for item in seen)
+            passed &= figures[-1]["accepted"] > 0 or size == 1  # else nothing but roots was verified
+    return passed, {"batches": figures}
+
+
+def check_text_float32(run: Run) -> Outcome:
+    """Batches of 1, 6, 12 and 36 in float32: every text is plain decoding's, up to near-ties."""
+    return compared(run, [Budgeted(k=16, num_draft_nodes=32, frontier_width=4)], BATCH_SIZES)
+
+
+def check_text_policies(run: Run) -> Outcome:
+    """The other policies in a batch of 6."""
+    others = [Chain(), DDTree(32), BestFirst(16, 32), BestFirst(16, 32, theta=0.004)]
+    return compared(run, others, (6,))
+
+
+def check_text_bfloat16(run: Run) -> Outcome:
+    """A batch of 6 in bfloat16: each token is within four spacings of the best before its own text."""
+    target, drafter = run.models(torch.bfloat16, vocab=64)
+    texts = prompts(target, 6, run.sizes.context)
+    policy = Budgeted(k=16, num_draft_nodes=32, frontier_width=4)
+    options: dict[str, Any] = {"max_new_tokens": run.sizes.new_tokens, "end_token_ids": [], "policy": policy}
+    found = decode_batch(target, drafter, texts, max_batch_size=6, **options)
+    margins = [text_margins(target, text, result.tokens) for text, result in zip(texts, found, strict=True)]
+    figures = {
+        "tokens": sum(item.num_tokens for item in margins),
+        "near_ties": sum(item.num_near_ties for item in margins),
+        "largest_spacings": max(item.largest for item in margins),
+    }
+    return all(item.first_miss is None for item in margins), figures
+
+
+def synchronisations(run: Run, target: Target, drafter: Drafter, policy: TreePolicy, size: int) -> list[int] | None:
+    """Returns how often the host waited for the device in each of four rounds; None where no device is waited for."""
+    if run.device.type != "cuda":
+        return None
+    batch = start(target, drafter, policy, prompts(target, size, run.sizes.context))
+    batch.step()
+    counts = []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                batch.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        counts.append(sum("synchronizing CUDA operation" in str(item.message) for item in caught))
+    return counts
+
+
+def check_rounds(run: Run) -> Outcome:
+    """Batches of 1, 6, 12 and 36 in bfloat16: time per round, its shares, its part of the limit, synchronisations."""
+    target, drafter = run.models(torch.bfloat16)
+    policy = Budgeted(k=4, num_draft_nodes=32)
+    passed, figures = True, []
+    for size in BATCH_SIZES:
+        counts = synchronisations(run, target, drafter, policy, size)
+        figures.append(
+            measure(target, drafter, policy, size, run.sizes.context, run.sizes.rounds) | {"synchronisations": counts}
+        )
+        passed &= counts is None or max(counts) <= 2
+    return passed, {"batches": figures}
+
+
+CHECKS: list[Callable[[Run], Outcome]] = [check_text_float32, check_text_policies, check_text_bfloat16, check_rounds]
+
+
+def perform(check: Callable[[Run], Outcome], run: Run) -> dict[str, Any]:
+    """Runs a check; whatever it raises is a failure, and the others go on."""
+    begin = time.perf_counter()
+    try:
+        passed, figures = check(run)
+        result = "PASS" if passed else "FAIL"
+    except Exception as error:
+        traceback.print_exc()
+        result, figures = "FAIL", {"error": f"{type(error).__name__}: {error}"}
+    if run.device.type == "cuda":
+        torch.cuda.empty_cache()
+    name = check.__name__.removeprefix("check_")
+    return {"check": name, "result": result, "wall_seconds": round(time.perf_counter() - begin, 2)} | figures
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the checks; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes everywhere")
+    parser.add_argument("--only", nargs="*", help="names of checks")
+    options = parser.parse_args(argv)
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        print("no CUDA device: run this on a machine with a GPU, or try it with --device cpu --tiny", file=sys.stderr)
+        return 2
+    known = [check.__name__.removeprefix("check_") for check in CHECKS]
+    if unknown := sorted(set(options.only or []) - set(known)):
+        parser.error(f"unknown checks {', '.join(unknown)}; available: {', '.join(known)}")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    run = Run(torch.device(options.device), TINY if options.tiny else QWEN3_4B)
+    name = torch.cuda.get_device_name() if run.device.type == "cuda" else "CPU"
+    print(json.dumps({"device": name, "versions": environment().get("versions")}), flush=True)
+    failed = False
+    for check, label in zip(CHECKS, known, strict=True):
+        if not options.only or label in options.only:
+            line = perform(check, run)
+            failed |= line["result"] == "FAIL"
+            print(json.dumps(line), flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
