@@ -158,8 +158,8 @@ def profile(
     return costs
 
 
-def predictions(costs: CostModel, results: Results, batch_size: int = 1) -> list[dict[str, Any]]:
-    """Returns, for each drafted arm that was timed, the speed-up that the costs predict for its tau, and the measured.
+def predictions(costs: CostModel, results: Results) -> list[dict[str, Any]]:
+    """Returns, for each drafted arm and batch size that was timed, the speed-up that the costs predict for its tau, and the measured.
 
     A policy whose trees adapt is taken at its largest tree.
     """
@@ -167,33 +167,36 @@ def predictions(costs: CostModel, results: Results, batch_size: int = 1) -> list
     for arm in results.arms:
         if arm["policy"] is None or results.simulated:
             continue
-        summary = results.summary(arm["name"])
         nodes = TreePolicy.from_config(arm["policy"]).num_nodes(results.depths)
-        found.append(
-            {
-                "arm": arm["name"],
-                "batch_size": batch_size,
-                "num_nodes": nodes,
-                "tau": summary.tau,
-                "predicted": costs.speedup(summary.tau, batch_size, nodes),
-                "measured": summary.speed_ratio,
-            }
-        )
+        for batch_size in results.batch_sizes:
+            if not results.has(arm["name"], batch_size):
+                continue
+            summary = results.summary(arm["name"], batch_size=batch_size)
+            found.append(
+                {
+                    "arm": arm["name"],
+                    "batch_size": batch_size,
+                    "num_nodes": nodes,
+                    "tau": summary.tau,
+                    "predicted": costs.speedup(summary.tau, batch_size, nodes),
+                    "measured": summary.speed_ratio,
+                }
+            )
     return found
 
 
-def print_predictions(costs: CostModel, results: Results, batch_size: int = 1) -> None:
+def print_predictions(costs: CostModel, results: Results) -> None:
     """Prints predicted and measured speed-ups over plain decoding side by side."""
     from rich.console import Console
     from rich.table import Table
 
-    rows = predictions(costs, results, batch_size)
+    rows = predictions(costs, results)
     if not rows:
         return
-    table = Table("arm", "nodes", "tau", "× plain, predicted", "× plain, measured", title="Cost model")
+    table = Table("arm", "requests", "nodes", "tau", "× plain, predicted", "× plain, measured", title="Cost model")
     for row in rows:
         figures = (f"{row['tau']:.2f}", f"{row['predicted']:.2f}", f"{row['measured']:.2f}")
-        table.add_row(row["arm"], str(row["num_nodes"]), *figures)
+        table.add_row(row["arm"], str(row["batch_size"]), str(row["num_nodes"]), *figures)
     Console().print(table)
 
 
