@@ -12,7 +12,8 @@ from tests.decoding.test_loop import target_of
 from tests.tiny import tiny_drafter
 from treespark.bench import bench
 from treespark.bench.profile import fit_calibration, predictions, profile, profile_costs
-from treespark.bench.results import PromptTrials, Results, Trial
+from treespark.bench.records import PromptTrials, Trial
+from treespark.bench.results import Results
 from treespark.bench.stopwatch import PRODUCTS, product_times
 from treespark.bench.suites import BenchPrompt, Suite
 from treespark.cost import CostModel
@@ -80,7 +81,7 @@ def test_prediction_beside_measurement() -> None:
     }
     results = Results(
         arms=[{"name": "plain", "policy": None}, {"name": "chain", "policy": Chain().config()}],
-        suites=[{"name": "one"}],
+        suites=[{"name": "one", "category": ""}],
         depths=4,
         prompts=[PromptTrials("one", 0, "1", 3, trials)],
     )

@@ -123,7 +123,7 @@ def bench(
         for item in sources
     ]
     check_suites(chosen)
-    costs = measure_costs(loaded, model, chosen, profile, batch_sizes=sorted({1, *sizes})) if profile else None
+    costs = measure_costs(loaded, model, chosen, profile, batch_sizes=sorted({1, 4, 12, *sizes})) if profile else None
     saved_at = monotonic()
 
     def keep(results: Results) -> None:

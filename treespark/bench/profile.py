@@ -159,9 +159,9 @@ def profile(
 
 
 def predictions(costs: CostModel, results: Results) -> list[dict[str, Any]]:
-    """Returns, for each drafted arm and batch size that was timed, the speed-up that the costs predict for its tau, and the measured.
+    """Returns, for each drafted arm and batch size that was timed, the speed-up that the costs predict.
 
-    A policy whose trees adapt is taken at its largest tree.
+    The measured one stands beside it. A policy whose trees adapt is taken at its largest tree.
     """
     found = []
     for arm in results.arms:
