@@ -80,7 +80,10 @@ def test_prediction_beside_measurement() -> None:
         "chain": Trial(11, "length", [1] * 5, [2] * 5, _timing(4.0)),
     }
     results = Results(
-        arms=[{"name": "plain", "policy": None}, {"name": "chain", "policy": Chain().config()}],
+        arms=[
+            {"name": "plain", "kind": "plain", "policy": None},
+            {"name": "chain", "kind": "chain", "policy": Chain().config()},
+        ],
         suites=[{"name": "one", "category": ""}],
         depths=4,
         prompts=[PromptTrials("one", 0, "1", 3, trials)],
