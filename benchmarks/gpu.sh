@@ -21,13 +21,13 @@ run() {
     if [ "$code" -ne 0 ]; then echo "FAIL: $name ended with $code" >&2 && status=1; fi
 }
 
-run checks 330 "$python" benchmarks/cuda_checks.py --device cuda
+run checks 190 "$python" benchmarks/cuda_checks.py --device cuda
 
-# The only call of train_step.py here: time and peak memory of loss stage and step, beside its own matrix products.
-if [ -f benchmarks/train_step.py ]; then
-    run train_step 140 "$python" benchmarks/train_step.py --part step --cases chain,tree --device cuda --dtype bfloat16 \
-        --vocab 151936 --hidden 2560 --anchors 512 --chunk 32
-fi
+run decoding 150 "$python" benchmarks/cuda_decoding.py --device cuda
+
+# Time and peak memory of loss stage and step, beside its own matrix products.
+run train_step 140 "$python" benchmarks/train_step.py --part step --cases chain,tree --device cuda --dtype bfloat16 \
+    --vocab 151936 --hidden 2560 --anchors 512 --chunk 32
 
 [ "$status" -eq 0 ] && echo "PASS: results in $folder" || echo "FAIL: see $folder"
 exit "$status"

@@ -85,6 +85,7 @@ def make_module(sizes: Sizes, target: Target, **drafter: Any) -> DraftingModule:
         chunk_anchors=sizes.chunk,
     )
     module.compose(target)
+    module.open_features(None)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in trainable(module.drafter):
@@ -115,6 +116,7 @@ def make_batch(sizes: Sizes, device: torch.device) -> MicroBatch:
         sample_ids=torch.zeros(1, dtype=torch.long),
         prompt_lengths=torch.tensor([start]),
         own_text=torch.zeros(1, dtype=torch.bool),
+        document_samples=torch.zeros(1, 1, dtype=torch.long),
     ).to(device)
 
 

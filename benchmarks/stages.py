@@ -190,6 +190,7 @@ def whole_step(case: str, options: Options, target: Any) -> Callable[[], None]:
         chunk_anchors=options.chunk,
     )  # fmt: skip
     module.compose(target)
+    module.open_features(None)
     module.drafter.to(options.device)
     if module.drafter.markov is not None:
         torch.nn.init.normal_(module.drafter.markov.markov_w2.weight, std=options.spread / options.rank**0.5)
@@ -205,6 +206,7 @@ def whole_step(case: str, options: Options, target: Any) -> Callable[[], None]:
         anchors=start.unsqueeze(0), anchor_mask=torch.ones(1, anchors, dtype=torch.bool),
         sample_ids=torch.zeros(1, dtype=torch.long), prompt_lengths=torch.zeros(1, dtype=torch.long),
         own_text=torch.zeros(1, dtype=torch.bool),
+        document_samples=torch.zeros(1, 1, dtype=torch.long),
     ).to(options.device)  # fmt: skip
 
     def run() -> None:

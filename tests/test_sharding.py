@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from tests.processes import fsdp2, run_two
 from tests.tiny import tiny_drafter, tiny_target
 from tests.tiny_text import save_tiny_target
-from treespark.bench import open_drafter
 from treespark.data import DraftingData
 from treespark.drafters import Drafter, DSparkDrafter
+from treespark.drafters.source import open_drafter
 from treespark.generation import generate
 from treespark.losses import L1, Confidence, Coverage, CrossEntropy, Survival
 from treespark.module import DraftingModule
