@@ -8,13 +8,10 @@ The exit status is 1 when a check fails and 2 without a CUDA device. A new check
 
 from __future__ import annotations
 
-import argparse
-import json
 import resource
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,16 +22,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # used from a checkout
 
+from benchmarks.checks import Outcome, Skipped, run_checks
 from benchmarks.random_training import Sizes, backward, make_batch, make_module, make_target, trainable
 from treespark.data import MicroBatch
 from treespark.drafters.attention import flex_runs
-from treespark.environment import environment
 from treespark.module import DraftingModule
-
-
-class Skipped(Exception):
-    """A check that means nothing on this device; the message says why."""
-
 
 TINY = Sizes(64, 32, 48, 3, 4, 2, 8, 1, 8, 3, 24, 4, 3, 9)
 SMALL = Sizes(8192, 512, 1024, 6, 8, 4, 64, 2, 64, 7, 256, 24, 8, 32)  # what the CPU computes in seconds
@@ -104,8 +96,6 @@ def peak_gib(run: Run) -> float:
 
 
 # Checks: each returns whether it passed, and its figures --------------------------------------------------------------
-
-Outcome = tuple[bool, dict[str, Any]]
 
 
 def check_features(run: Run) -> Outcome:
@@ -251,47 +241,15 @@ CHECKS: list[Callable[[Run], Outcome]] = [
 ]
 
 
-def perform(check: Callable[[Run], Outcome], run: Run) -> dict[str, Any]:
-    """Runs a check; whatever it raises is a failure, and the others go on."""
-    start = time.perf_counter()
-    try:
-        passed, figures = check(run)
-        result = "PASS" if passed else "FAIL"
-    except Skipped as reason:
-        result, figures = "SKIP", {"reason": str(reason)}
-    except Exception as error:
-        traceback.print_exc()
-        result, figures = "FAIL", {"error": f"{type(error).__name__}: {error}"}
-    if run.is_cuda:
-        torch.cuda.empty_cache()
-    name = check.__name__.removeprefix("check_")
-    return {"check": name, "result": result, "wall_seconds": round(time.perf_counter() - start, 2)} | figures
+def make_run(device: torch.device, tiny: bool) -> Run:
+    """What the checks get."""
+    return Run(device, TINY if tiny else SMALL, TINY if tiny else QWEN3_4B)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the checks; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes everywhere")
-    parser.add_argument("--only", nargs="*", help="names of checks")
-    options = parser.parse_args(argv)
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        print("no CUDA device: run this on a machine with a GPU, or try it with --device cpu --tiny", file=sys.stderr)
-        return 2
-    known = [check.__name__.removeprefix("check_") for check in CHECKS]
-    if unknown := sorted(set(options.only or []) - set(known)):
-        parser.error(f"unknown checks {', '.join(unknown)}; available: {', '.join(known)}")
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    run = Run(torch.device(options.device), TINY if options.tiny else SMALL, TINY if options.tiny else QWEN3_4B)
-    name = torch.cuda.get_device_name() if run.is_cuda else "CPU"
-    print(json.dumps({"device": name, "versions": environment().get("versions")}), flush=True)
-    failed = False
-    for check, label in zip(CHECKS, known, strict=True):
-        if not options.only or label in options.only:
-            line = perform(check, run)
-            failed |= line["result"] == "FAIL"
-            print(json.dumps(line), flush=True)
-    return int(failed)
+    assert __doc__ is not None
+    return run_checks(CHECKS, make_run, __doc__.splitlines()[0], argv)
 
 
 if __name__ == "__main__":

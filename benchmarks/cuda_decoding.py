@@ -9,11 +9,7 @@ One JSON line a check. The exit status is 1 when a check fails and 2 without a C
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,13 +19,11 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # used from a checkout
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from decode_round import measure, prompts, start
-
+from benchmarks.checks import Outcome, run_checks
+from benchmarks.decode_round import measure, prompts, start
 from treespark.decoding import compare_outputs, decode_batch, decode_plain, text_margins
 from treespark.drafters import Drafter, DSparkDrafter
-from treespark.environment import environment
 from treespark.policies import BestFirst, Budgeted, Chain, DDTree, TreePolicy
 from treespark.target import Target
 
@@ -100,9 +94,6 @@ class Run:
         torch.nn.init.normal_(drafter.markov.markov_w2.weight, std=0.02)
         drafter.bind(target)
         return target, drafter.to(device=self.device, dtype=dtype).eval()
-
-
-Outcome = tuple[bool, dict[str, Any]]
 
 
 def compared(run: Run, policies: list[TreePolicy], batch_sizes: tuple[int, ...]) -> Outcome:
@@ -194,45 +185,15 @@ def check_rounds(run: Run) -> Outcome:
 CHECKS: list[Callable[[Run], Outcome]] = [check_text_float32, check_text_policies, check_text_bfloat16, check_rounds]
 
 
-def perform(check: Callable[[Run], Outcome], run: Run) -> dict[str, Any]:
-    """Runs a check; whatever it raises is a failure, and the others go on."""
-    begin = time.perf_counter()
-    try:
-        passed, figures = check(run)
-        result = "PASS" if passed else "FAIL"
-    except Exception as error:
-        traceback.print_exc()
-        result, figures = "FAIL", {"error": f"{type(error).__name__}: {error}"}
-    if run.device.type == "cuda":
-        torch.cuda.empty_cache()
-    name = check.__name__.removeprefix("check_")
-    return {"check": name, "result": result, "wall_seconds": round(time.perf_counter() - begin, 2)} | figures
+def make_run(device: torch.device, tiny: bool) -> Run:
+    """What the checks get."""
+    return Run(device, TINY if tiny else QWEN3_4B)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the checks; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes everywhere")
-    parser.add_argument("--only", nargs="*", help="names of checks")
-    options = parser.parse_args(argv)
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        print("no CUDA device: run this on a machine with a GPU, or try it with --device cpu --tiny", file=sys.stderr)
-        return 2
-    known = [check.__name__.removeprefix("check_") for check in CHECKS]
-    if unknown := sorted(set(options.only or []) - set(known)):
-        parser.error(f"unknown checks {', '.join(unknown)}; available: {', '.join(known)}")
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    run = Run(torch.device(options.device), TINY if options.tiny else QWEN3_4B)
-    name = torch.cuda.get_device_name() if run.device.type == "cuda" else "CPU"
-    print(json.dumps({"device": name, "versions": environment().get("versions")}), flush=True)
-    failed = False
-    for check, label in zip(CHECKS, known, strict=True):
-        if not options.only or label in options.only:
-            line = perform(check, run)
-            failed |= line["result"] == "FAIL"
-            print(json.dumps(line), flush=True)
-    return int(failed)
+    assert __doc__ is not None
+    return run_checks(CHECKS, make_run, __doc__.splitlines()[0], argv)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cuda_checks
+from benchmarks import cuda_checks, cuda_decoding
+from benchmarks.checks import Outcome
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +33,15 @@ def test_all_checks_pass_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["step_eager"]["peak_gib"] > 0
 
 
+def test_decoding_checks_pass_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every policy and batch size, and bfloat16's own margins; rounds report what they took and synchronised."""
+    names = ["text_policies", "text_bfloat16", "rounds"]
+    assert cuda_decoding.main(["--device", "cpu", "--tiny", "--only", *names]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()][1:]
+    assert [(line["check"], line["result"]) for line in lines] == [(name, "PASS") for name in names]
+    assert [batch["batch_size"] for batch in lines[2]["batches"]] == list(cuda_decoding.BATCH_SIZES)
+
+
 def test_a_wrong_device_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A gradient that is off by 1 %, and a check that raises, both end with 1; the others still run."""
     right = cuda_checks.losses_and_gradients
@@ -42,7 +52,7 @@ def test_a_wrong_device_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         calls.append(1)
         return losses, gradients * (1.01 if len(calls) == 1 else 1.0)
 
-    def broken(run: cuda_checks.Run) -> cuda_checks.Outcome:
+    def broken(run: cuda_checks.Run) -> Outcome:
         raise RuntimeError("no kernel")
 
     monkeypatch.setattr(cuda_checks, "losses_and_gradients", wrong)
