@@ -18,7 +18,7 @@ FLOORS: list[set[str]] = [
     {"drafters", "features", "replay"},
     {"blocks"},
     {"losses", "metrics"},
-    {"checkpoint", "data", "decoding", "export", "tracking", "objective", "sharding"},
+    {"checkpoint", "data", "decoding", "export", "tracking", "objective", "sharding", "vocabulary"},
     {"bench", "generation"},
     {"module"},
     {"doctor"},

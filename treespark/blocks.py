@@ -178,9 +178,9 @@ class DraftBlocks:
         return packed.exists & (packed.depths > 0) & self.labels.valid.gather(1, depth)
 
     def target_log_probs(self, depths: Tensor, tokens: Tensor) -> Tensor:
-        """Returns log q_d of tokens [M, I] at depths [M, I] (depth 0 gives depth 1's, for the root): [M, I]."""
+        """Returns log q_d of tokens [M, I] at depths [M, I]; what depth 0, the root's, gives means nothing: [M, I]."""
         row = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
-        depth = (depths - 1).clamp(min=0)
+        depth, tokens = (depths - 1).clamp(min=0), tokens.masked_fill(depths == 0, 0)
         return self.target_logits[row, depth, tokens] - self.target_log_normalizer.gather(1, depth)
 
     def top_target_tokens(self, count: int) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,7 @@ from treespark.objective import Drafted, Objective
 from treespark.policies import TreePolicy
 from treespark.sharding import ShardedDrafter, check_resumed_file, check_strategy, shard_target, whole_copy
 from treespark.target import Target, TargetFeatures, TargetSpec, check_mask_token
+from treespark.vocabulary import choose_tokens, draft_blocks, draftable
 
 T = TypeVar("T")
 
@@ -146,11 +147,7 @@ class DraftingModule(LightningModule):
                     f"The loss {type(term).__name__} needs a confidence head, which this {type(drafter).__name__} has "
                     "not: set the drafter's option confidence to true, or the loss's coefficient to 0."
                 )
-        if getattr(drafter, "draft_vocab_size", None) is not None:
-            raise ValueError(
-                "A drafter with a reduced vocabulary cannot be trained: the losses need a probability for every token. "
-                "Leave draft_vocab_size out; init_from takes such a drafter as the start of a full one."
-            )
+        choose_tokens(drafter, target, getattr(self._trainer, "datamodule", None))
         drafter.bind(target)
         if self._trainer is None or self._trainer.state.fn == "fit":
             self._warm_start(drafter, target)
@@ -258,7 +255,8 @@ class DraftingModule(LightningModule):
         rows, anchors = self._anchors(batch)
         depths = self.drafter.block_size
         expanded = self.policy.expanded_per_depth(depths)
-        return make_labels(batch.input_ids, batch.loss_mask, batch.document_ids, rows, anchors, depths, expanded)
+        labels = make_labels(batch.input_ids, batch.loss_mask, batch.document_ids, rows, anchors, depths, expanded)
+        return draftable(labels, self.drafter)
 
     @staticmethod
     def _anchors(batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -290,8 +288,7 @@ class DraftingModule(LightningModule):
         target_hidden = features.final[rows.unsqueeze(1), reference]
 
         def make_blocks(chunk: Tensor, part: slice) -> DraftBlocks:
-            proposer = self.drafter.propose(chunk, labels.root_tokens[part])
-            return DraftBlocks(labels[part], proposer, target_hidden[part], self.target.logits, self.policy)
+            return draft_blocks(self.target, self.drafter, self.policy, labels[part], chunk, target_hidden[part])
 
         return Drafted(hidden, labels, make_blocks)
 
@@ -372,6 +369,8 @@ class DraftingModule(LightningModule):
         """
         prefix = "drafter."
         self.drafter.load_trainable_state_dict({name.removeprefix(prefix): item for name, item in state_dict.items()})
+        if self.drafter.draft_ids is not None:
+            self.drafter.select_tokens(self.drafter.draft_ids, self.target)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds what is needed to decode: the drafter's options, the recorded policy, the target's name and identity."""

@@ -6,7 +6,9 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, get_args
 
+import torch
 from lightning.pytorch import LightningDataModule
+from torch import Tensor
 
 from treespark.data.loader import BatchLoader, TrainLoader
 from treespark.data.mixture import SourceSpec, hash_sources, open_source
@@ -140,6 +142,16 @@ class DraftingData(LightningDataModule):
         """What the tokens of a conversation depend on: the template (with its options) as a hash, and the length."""
         template = f"{self.encoder.tokenizer.chat_template} {sorted(self.chat_template_kwargs.items())}"
         return {"chat_template": hashlib.sha256(template.encode()).hexdigest(), "max_length": self.max_length}
+
+    def token_counts(self, vocab_size: int) -> Tensor | None:
+        """How often each token is supervised in the training data: [V]; None without such data."""
+        if not self.train:
+            return None
+        counts = torch.zeros(vocab_size, dtype=torch.long)
+        for sample in self.samples("train"):
+            for start, stop in sample.spans:
+                counts += torch.bincount(sample.ids[start:stop].long(), minlength=vocab_size)
+        return counts
 
     def samples(self, role: str) -> Sequence[Sample]:
         """The tokenised samples of ``"train"``, ``"val"`` or ``"test"``, read once.

@@ -8,15 +8,16 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
 from treespark.drafters.attention import DraftContext
-from treespark.drafters.formats import CheckpointFormat, check_tensors, load_drafter
+from treespark.drafters.formats import CheckpointFormat, check_tensors, load_drafter, load_formats
 from treespark.drafters.proposer import DraftProposer
+from treespark.drafters.reduced import ReducedProposer
 from treespark.registry import Registered
 from treespark.target.linear import apply_head
 from treespark.target.spec import TargetSpec, check_mask_token
@@ -50,7 +51,7 @@ class Drafter(nn.Module, Registered, ABC, kind="drafter"):
         extra: Further fields of the checkpoint that it was loaded from.
     """
 
-    format_name: ClassVar[str] = "DeepSpecFormat"
+    format_name: str = "DeepSpecFormat"
     sample_from_anchor: bool = True
     has_confidence: bool = False
     markov_rank: int = 0
@@ -64,6 +65,7 @@ class Drafter(nn.Module, Registered, ABC, kind="drafter"):
         self.layer_ids, self.mask_token_id = layer_ids, mask_token_id
         self.recorded_policy: dict[str, Any] | None = None
         self.extra: dict[str, Any] = {}
+        self.draft_ids: Tensor | None = None
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size, device="meta").requires_grad_(False)
         self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False, device="meta").requires_grad_(False)
 
@@ -98,6 +100,22 @@ class Drafter(nn.Module, Registered, ABC, kind="drafter"):
     @abstractmethod
     def propose(self, hidden: Tensor, root_tokens: Tensor) -> DraftProposer:
         """Returns the distributions that slots' states [M, K, H] give after anchors root_tokens [M]."""
+
+    def propose_reduced(self, hidden: Tensor, root_tokens: Tensor) -> ReducedProposer:
+        """Returns the same over the draft vocabulary's own numbers, for training.
+
+        Raises:
+            ValueError: For a drafter without a reduced vocabulary.
+        """
+        raise ValueError(f"{type(self).__name__} has no reduced vocabulary.")
+
+    def select_tokens(self, draft_ids: Tensor, target: Target | None = None) -> None:
+        """Sets the tokens that can be drafted, with the target's head of them where one is given.
+
+        Raises:
+            ValueError: For a drafter without a reduced vocabulary.
+        """
+        raise ValueError(f"{type(self).__name__} has no reduced vocabulary.")
 
     @property
     def is_bound(self) -> bool:
@@ -182,6 +200,7 @@ class Drafter(nn.Module, Registered, ABC, kind="drafter"):
         """
         policy = self.recorded_policy if tree_policy is None else tree_policy
         fields = self.extra if extra is None else extra
+        load_formats()
         CheckpointFormat.get(self.format_name)().save(self, Path(directory), policy, fields)
 
     @classmethod

@@ -17,6 +17,7 @@ from treespark.drafters.base import Drafter
 from treespark.drafters.confidence import ConfidenceHead
 from treespark.drafters.markov import build_markov_head
 from treespark.drafters.proposer import DraftProposer
+from treespark.drafters.reduced import ReducedProposer
 from treespark.registry import unknown
 from treespark.target.linear import FewRowsLinear
 from treespark.target.spec import TargetSpec
@@ -94,7 +95,7 @@ class DSparkDrafter(Drafter):
             predicts the token at anchor + j, so a block has K + 1 slots and the anchor's own is not read (DFlash as
             released by its authors).
         draft_vocab_size: Tokens that can be drafted at all, where these are fewer than the target's; `draft_ids` says
-            which. Such drafters can be loaded and decoded with, not trained.
+            which. Training takes the most frequent tokens of its data and saves the drafter in the speculators layout.
 
     Raises:
         ValueError: For options that contradict each other or do not fit the target.
@@ -180,10 +181,7 @@ class DSparkDrafter(Drafter):
         self.markov = build_markov_head(markov_head, target.vocab_size, markov_rank, hidden)
         rank = markov_rank if confidence_with_markov else 0
         self.confidence_head = ConfidenceHead(hidden, rank) if confidence else None
-        self.draft_ids: Tensor | None
-        if draft_vocab_size is None:
-            self.draft_ids = None
-        else:
+        if draft_vocab_size is not None:
             self._reduce_vocabulary(draft_vocab_size)
         self._reset_parameters()
         if compile:
@@ -211,7 +209,9 @@ class DSparkDrafter(Drafter):
                 f"draft_vocab_size must be from 1 to {self.spec.vocab_size - 1}, below the target's vocabulary, got "
                 f"{size}; leave it out where all tokens can be drafted."
             )
+        del self.draft_ids
         self.register_buffer("draft_ids", torch.arange(size))
+        self.format_name = "SpeculatorsFormat"  # the one layout that can say which tokens they are
         self.lm_head = nn.Linear(self.spec.hidden_size, size, bias=False, device="meta").requires_grad_(False)
         if self.markov is not None:
             self.markov.markov_w2 = nn.Linear(self.markov_rank, size, bias=False)
@@ -222,8 +222,26 @@ class DSparkDrafter(Drafter):
             return super()._head_of(target)
         if not self.lm_head.weight.is_meta:
             return self.lm_head.weight
+        return self._rows_of(target)
+
+    def _rows_of(self, target: Target) -> Tensor:
+        assert self.draft_ids is not None
         rows = target.output_head().weight.detach()[self.draft_ids.to(target.device)]
         return nn.Parameter(rows, requires_grad=False)
+
+    def select_tokens(self, draft_ids: Tensor, target: Target | None = None) -> None:
+        """Sets the tokens [V_draft] that can be drafted, ascending, with the target's head of them where one is given.
+
+        Raises:
+            ValueError: For a full vocabulary, or another number of tokens than `draft_vocab_size`.
+        """
+        if self.draft_ids is None:
+            return super().select_tokens(draft_ids, target)
+        if draft_ids.shape != self.draft_ids.shape:
+            raise ValueError(f"Expected {len(self.draft_ids)} tokens that can be drafted, got {len(draft_ids)}.")
+        self.draft_ids = draft_ids.to(self.draft_ids.device)
+        if target is not None:
+            self.lm_head.weight = self._rows_of(target)
 
     def config(self) -> dict[str, Any]:
         """Returns the class and its resolved options, without the target."""
@@ -285,6 +303,13 @@ class DSparkDrafter(Drafter):
         """Returns the distributions of M anchors from their slots' states [M, K, H]."""
         heads = (self.base_logits, self.markov, self.confidence_head)
         return DraftProposer(hidden, root_tokens, *heads, self.draft_ids, self.spec.vocab_size)
+
+    def propose_reduced(self, hidden: Tensor, root_tokens: Tensor) -> ReducedProposer:
+        """Returns the same over the draft vocabulary's own numbers; see the base class."""
+        if self.draft_ids is None:
+            return super().propose_reduced(hidden, root_tokens)
+        inner = DraftProposer(hidden, root_tokens, self.base_logits, self.markov, self.confidence_head)
+        return ReducedProposer(inner, self.draft_ids)
 
     def _layer_list(self) -> list[DraftLayer]:
         return list(self.layers)  # type: ignore[arg-type]

@@ -112,11 +112,21 @@ class DraftProposer:
             parents: [M, P] token ids.
             carry: [M, P, c] states that the parents inherited.
         """
-        if self._markov is None:
-            return self._at(self.base_logits, depth).expand(-1, parents.shape[1], -1), carry
+        logits, inherited = self._conditional(depth, parents, carry)
+        return self._widen(logits), inherited
+
+    def _conditional(self, depth: int | Tensor, parents: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
+        """Same as `logits`, over the tokens that can be drafted: [M, P, V_draft]."""
         base = self._at(self._own_logits, depth)
+        if self._markov is None:
+            return base.expand(-1, parents.shape[1], -1), carry
         latents, inherited = self._markov.step(parents, carry, self._at(self.hidden, depth))
-        return self._widen(base + self._markov.bias(latents)), inherited
+        return base + self._markov.bias(latents), inherited
+
+    def _top(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k likeliest of the tokens that can be drafted, as tokens of the target, and their log-probabilities."""
+        tokens, log_probs = top_children(logits, k)
+        return tokens if self._draft_ids is None else self._draft_ids[tokens], log_probs
 
     def expand(self, depth: int | Tensor, parents: Tensor, carry: Tensor, k: int) -> Expansion:
         """Proposes the k best children of each parent, with their log-probabilities given the path.
@@ -127,8 +137,8 @@ class DraftProposer:
             carry: [M, P, c] states that the parents inherited.
             k: Children of each parent, 1..V.
         """
-        logits, inherited = self.logits(depth, parents, carry)
-        return Expansion(*top_children(logits, k), inherited, self._log_confidence(depth, parents))
+        logits, inherited = self._conditional(depth, parents, carry)
+        return Expansion(*self._top(logits, k), inherited, self._log_confidence(depth, parents))
 
     def score(self, depth: int | Tensor, parents: Tensor, carry: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the log-probabilities [M, P, T] of children tokens [M, P, T], differentiable, and their states."""
@@ -137,7 +147,7 @@ class DraftProposer:
 
     def marginals(self, k: int) -> tuple[Tensor, Tensor]:
         """Returns the k best tokens of each depth and their log-probabilities [M, K, k], without any correction."""
-        return top_children(self.base_logits, k)
+        return self._top(self._own_logits, k)
 
     def path_logits(self, tokens: Tensor) -> Tensor:
         """Returns the logits [M, K, V] along one path: row d-1 predicts depth d after parent tokens[:, d-1].

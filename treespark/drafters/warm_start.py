@@ -56,12 +56,16 @@ def start_from_drafter(drafter: Drafter, source: Drafter, where: str) -> str:
                 f"mean nothing. Set the drafter's {option} to {_plain(theirs)} or start from another drafter."
             )
     state = _full_vocabulary(source)
+    if drafter.draft_ids is not None:
+        state["draft_ids"] = drafter.draft_ids
+        if "markov.markov_w2.weight" in state:
+            state["markov.markov_w2.weight"] = state["markov.markov_w2.weight"][drafter.draft_ids.cpu()]
     own = drafter.trainable_state_dict()
     missing = _load(drafter, state, source.head_dim)
     unused = sorted(_short(key, whole_layer=True) for key in state.keys() - own.keys())
     notes = [f"{_joined(missing)} start anew"] if missing else []
     notes += [f"{_joined(unused)} of the source are left out"] if unused else []
-    if source.draft_ids is not None:
+    if source.draft_ids is not None and drafter.draft_ids is None:
         notes.append(f"the reduced vocabulary ({len(source.draft_ids)} tokens) is gone: all tokens can be drafted")
     if source.block_size != drafter.block_size:
         notes.append(f"block_size is {drafter.block_size}, was {source.block_size}")

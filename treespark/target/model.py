@@ -151,9 +151,12 @@ class Target(nn.Module):
         head: nn.Linear = self.model.get_output_embeddings()
         return head
 
-    def logits(self, final: Tensor) -> Tensor:
-        """Returns the target's logits [..., V] of final-normed hidden states [..., H], in the target's own dtype."""
-        weight = self.output_head().weight
+    def logits(self, final: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Returns the target's logits [..., V] of final-normed hidden states [..., H], in the target's own dtype.
+
+        With rows [T, H] of the output head, the logits [..., T] of their tokens alone.
+        """
+        weight = self.output_head().weight if rows is None else rows
         with self._own_precision():
             return apply_head(final.to(weight.dtype), weight)
 
