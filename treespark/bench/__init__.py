@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from treespark.bench.arms import Arm, make_arms
     from treespark.bench.command import bench
-    from treespark.bench.records import Difference, PromptTrials, Trial
+    from treespark.bench.records import Difference, Miss, PromptTrials, Trial
     from treespark.bench.report import print_report
     from treespark.bench.results import Results
     from treespark.bench.runner import run
@@ -24,6 +24,7 @@ _HOMES = {
     "BenchPrompt": "suites",
     "Difference": "records",
     "Interval": "statistics",
+    "Miss": "records",
     "PromptTrials": "records",
     "Results": "results",
     "Suite": "suites",
@@ -43,6 +44,7 @@ __all__ = [
     "BenchPrompt",
     "Difference",
     "Interval",
+    "Miss",
     "PromptTrials",
     "Results",
     "Suite",

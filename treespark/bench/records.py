@@ -19,6 +19,9 @@ class Trial:
         identical: Whether the tokens are plain decoding's; None where that was not compared.
         num_compared: Tokens compared, up to and with the first difference.
         simulated: Committed tokens of each simulated round, where a live run also simulates.
+        num_judged: Tokens set against the target's own logits before them, in bfloat16 and float16; see `text_margins`.
+        num_near_ties: Those that are not the likeliest token, but as likely as it within rounding.
+        margin: The largest distance of such a token's logit below the best one, in spacings of the dtype, or None.
     """
 
     num_tokens: int
@@ -29,6 +32,9 @@ class Trial:
     identical: bool | None = None
     num_compared: int = 0
     simulated: list[int] | None = None
+    num_judged: int = 0
+    num_near_ties: int = 0
+    margin: float | None = None
 
 
 @dataclass(frozen=True)
@@ -79,5 +85,31 @@ class Difference:
     position: int
     gap: float | None
     near_tie: bool
+    batch_size: int = 1
+    repeat: int = 0
+
+
+@dataclass(frozen=True)
+class Miss:
+    """The first token of an output, in bfloat16 or float16, that plain decoding of the same text would not write.
+
+    Attributes:
+        suite: Name of the suite.
+        index: The prompt's place in it.
+        id: The prompt's id.
+        arm: Name of the arm.
+        position: Index of the token in the answer.
+        spacings: How far its logit lies below the best one, in spacings of the dtype; None where the output ends too
+            early or goes on behind an end token.
+        batch_size: Requests side by side.
+        repeat: Which repeat it was.
+    """
+
+    suite: str
+    index: int
+    id: str
+    arm: str
+    position: int
+    spacings: float | None
     batch_size: int = 1
     repeat: int = 0

@@ -6,6 +6,8 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
+from treespark.decoding.compare import NEAR_TIE_SPACINGS
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 WIDTH = 118  # of a report that does not go to a terminal
 _MAX_LISTED = 20
+_ERROR = "ERROR: this is not greedy decoding of the target. Do not trust the numbers above."
 
 
 def print_report(results: Results, console: Console | None = None) -> None:
@@ -58,6 +61,8 @@ def main_table(results: Results, suite: str | None = None, category: str = "") -
     batched, also = results.batch_sizes != [1], bool(results.settings.get("also_simulate"))
     timed = ["single", "system", "request", "x plain", "first tok", "identical"]
     columns = ["batch"] if batched else []
+    if results.narrow and results.judged:
+        timed.append("near-ties")
     columns += ["tau", *(["sim. tau"] if also else []), "accepted", *([] if results.simulated else timed)]
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
@@ -79,6 +84,7 @@ def main_table(results: Results, suite: str | None = None, category: str = "") -
                     "-" if math.isnan(first) else f"{1000 * first:.0f} ms",
                     f"{summary.num_identical}/{summary.num_compared}" if summary.num_compared else "-",
                 ]
+                cells += [str(summary.num_near_ties)] if "near-ties" in timed else []
             mark = " *" if arm["marked"] else ""
             policy = arm["description"] if arm["description"] != arm["name"] else ""
             table.add_row(f"{arm['name']}{mark}", policy, *cells)
@@ -168,6 +174,8 @@ def _notes(results: Results) -> list[str]:
 
 
 def _verdict(results: Results) -> list[str]:
+    if results.narrow:
+        return _narrow_verdict(results)
     if not results.num_compared_tokens:
         return []
     differences = results.differences
@@ -183,9 +191,23 @@ def _verdict(results: Results) -> list[str]:
         lines.append(f"  {item.arm}, {item.suite}[{item.index}] id {item.id}, token {item.position}: {gap}, {kind}")
     if len(differences) > _MAX_LISTED:
         lines.append(f"  and {len(differences) - _MAX_LISTED} more.")
-    if not results.ok:
-        lines.append("ERROR: this is not greedy decoding of the target. Do not trust the numbers above.")
-    return lines
+    return lines if results.ok else [*lines, _ERROR]
+
+
+def _narrow_verdict(results: Results) -> list[str]:
+    if not results.judged:
+        return []
+    lines = [
+        f"Outputs: each of {results.num_judged_tokens} tokens was set against the target's logits, one row at a time. "
+        f"{results.num_near_ties} near-ties: not the likeliest token, but at most {NEAR_TIE_SPACINGS} spacings of "
+        f"{results.dtype} below it (largest distance: {_number(results.largest_margin, 1)})."
+    ]
+    for item in results.misses[:_MAX_LISTED]:
+        what = "ends too early or too late" if item.spacings is None else f"{item.spacings:.1f} spacings below the best"
+        lines.append(f"  {item.arm}, {item.suite}[{item.index}] id {item.id}, token {item.position}: {what}")
+    if len(results.misses) > _MAX_LISTED:
+        lines.append(f"  and {len(results.misses) - _MAX_LISTED} more.")
+    return lines if results.ok else [*lines, _ERROR]
 
 
 def _number(value: float, digits: int) -> str:

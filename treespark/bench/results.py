@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
-from treespark.bench.records import Difference, PromptTrials, Trial
+from treespark.bench.records import Difference, Miss, PromptTrials, Trial
 
 if TYPE_CHECKING:
     from treespark.bench.statistics import Interval
@@ -41,7 +41,8 @@ class Results:
         simulated: Whether rounds were simulated on the target's own answers; then nothing was timed.
         dtype: Of target and drafter.
         prompts: The records.
-        differences: Outputs that are not plain decoding's.
+        differences: Outputs that are not plain decoding's, in float32 and float64.
+        misses: Outputs that are not the target's own, in bfloat16 and float16.
         complete: False when the run was interrupted.
         settings: Options of the run.
         target: The target's name and identity.
@@ -60,6 +61,7 @@ class Results:
     dtype: str = "float32"
     prompts: list[PromptTrials] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
+    misses: list[Miss] = field(default_factory=list)
     complete: bool = True
     settings: dict[str, Any] = field(default_factory=dict)
     target: dict[str, Any] = field(default_factory=dict)
@@ -155,13 +157,37 @@ class Results:
 
     @property
     def judged(self) -> bool:
-        """Whether outputs were compared in a precision where they must be the same but for near-ties."""
-        return self.num_compared_tokens > 0 and self.dtype in ("float32", "float64")
+        """Whether outputs were judged: by plain decoding's, or in a narrow dtype by the target's own logits."""
+        return (self.num_judged_tokens if self.narrow else self.num_compared_tokens) > 0
+
+    @property
+    def narrow(self) -> bool:
+        """Whether rounding decides between close tokens so often that texts are judged by their own margins."""
+        return self.dtype not in ("float32", "float64")
 
     @property
     def num_compared_tokens(self) -> int:
         """Tokens compared with plain decoding's, over all arms."""
         return sum(trial.num_compared for prompt in self.prompts for trial in prompt.trials.values())
+
+    @property
+    def num_judged_tokens(self) -> int:
+        """Tokens set against the target's own logits, in a narrow dtype, over all arms."""
+        return sum(trial.num_judged for prompt in self.prompts for trial in prompt.trials.values())
+
+    @property
+    def num_near_ties(self) -> int:
+        """Tokens that rounding decided: in a narrow dtype those that are not the likeliest; else differing outputs."""
+        if self.narrow:
+            return sum(trial.num_near_ties for prompt in self.prompts for trial in prompt.trials.values())
+        return sum(difference.near_tie for difference in self.differences)
+
+    @property
+    def largest_margin(self) -> float:
+        """The furthest that a token's logit lies below the best one, in spacings of the dtype; nan unless judged so."""
+        trials = [trial for prompt in self.prompts for trial in prompt.trials.values() if trial.num_judged]
+        found = [math.nan if trial.margin is None else trial.margin for trial in trials]
+        return math.nan if not found or any(map(math.isnan, found)) else max(found)
 
     @property
     def allowed_differences(self) -> float:
@@ -170,9 +196,9 @@ class Results:
 
     @property
     def ok(self) -> bool:
-        """False when outputs differ from plain decoding's other than by a few near-ties."""
-        if not self.judged:
-            return True
+        """False when outputs differ from plain decoding's other than by a few near-ties, or miss the target's own."""
+        if self.narrow or not self.judged:
+            return not self.misses
         few = len(self.differences) <= self.allowed_differences
         return few and all(difference.near_tie for difference in self.differences)
 
@@ -196,8 +222,8 @@ class Results:
                 )
         if self.num_compared_tokens and not self.judged:
             messages.append(
-                f"In {self.dtype} rounding decides between close tokens, so outputs are counted but not judged; use "
-                "float32 to check that they are plain decoding's."
+                f"In {self.dtype} rounding decides between close tokens, and these results hold no verdict on the "
+                "outputs by the target's own logits: decode again to have it."
             )
         for size in self.batch_sizes:
             short = [suite["name"] for suite in self.suites if suite["num_prompts"] < size]
@@ -255,6 +281,10 @@ class Results:
             "judged": self.judged,
             "ok": self.ok,
             "num_compared_tokens": self.num_compared_tokens,
+            "num_judged_tokens": self.num_judged_tokens,
+            "num_near_ties": self.num_near_ties,
+            "largest_margin": self.largest_margin,
+            "num_misses": len(self.misses),
             "num_differences": len(self.differences),
             "allowed_differences": self.allowed_differences,
         }
@@ -304,6 +334,7 @@ class Results:
             raise ValueError(f"{path}: expected a file of `treespark bench` with format {FORMAT}, got {found}.")
         fields = {item.name: record[item.name] for item in dataclasses.fields(cls) if item.name in record}
         fields["differences"] = [Difference(**item) for item in record["differences"]]
+        fields["misses"] = [Miss(**item) for item in record.get("misses", [])]
         fields["prompts"] = [
             PromptTrials(**item | {"trials": {arm: Trial(**trial) for arm, trial in item["trials"].items()}})
             for item in record["prompts"]

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from treespark.bench.arms import Arm
+from treespark.bench.judge import Judge, Place
 from treespark.bench.progress import Progress
-from treespark.bench.records import Difference, PromptTrials, Trial
+from treespark.bench.records import PromptTrials, Trial
 from treespark.bench.results import Results
 from treespark.bench.suites import BenchPrompt, Suite, check_suites
 from treespark.bench.workload import Clock, Served, decode_workload
-from treespark.decoding import Round, compare_outputs, simulate
-from treespark.decoding.record import NEAR_TIE
+from treespark.decoding import Round, simulate
 from treespark.drafters.source import weights_hash
 from treespark.environment import environment
 
@@ -116,6 +116,7 @@ def run(
     if unfinished is not None:
         check_same_run(results, unfinished)
         results.prompts, results.differences = list(unfinished.prompts), list(unfinished.differences)
+        results.misses = list(unfinished.misses)
     runner = _Runner(target, drafter, chosen, max_new_tokens, end_token_ids, clock)
     plan = list(_plan(suites, batch_sizes, repeats))
     done = {(item.suite, item.index, item.batch_size, item.repeat) for item in results.prompts}
@@ -137,7 +138,9 @@ def run(
                     results.prompts.append(
                         PromptTrials(suite, index, prompt.id, len(prompt.ids), found, size, repeat, tokens)
                     )
-                results.differences += runner.take_differences()
+                differences, misses = runner.judge.take()
+                results.differences += differences
+                results.misses += misses
                 if on_prompt and group is not plan[-1]:
                     on_prompt(results)
         except KeyboardInterrupt:
@@ -271,9 +274,7 @@ class _Runner:
     ) -> None:
         self.target, self.drafter, self.arms = target, drafter.eval(), arms
         self.max_new_tokens, self.end_token_ids, self.clock = max_new_tokens, end_token_ids, clock
-        # float64 leaves nothing to rounding; a near-tie excuses a difference in float32 only.
-        self.near_tie = 0.0 if target.dtype == torch.float64 else NEAR_TIE
-        self.differences: list[Difference] = []
+        self.judge = Judge(target, max_new_tokens, end_token_ids)
 
     def warm_up(self, prompts: Sequence[BenchPrompt], batch_size: int, count: int) -> None:
         """Decodes a few tokens under every arm: first calls allocate memory and load kernels."""
@@ -282,7 +283,7 @@ class _Runner:
             self._decode(arm, prompts[: max(count, batch_size)], batch_size, min(self.max_new_tokens, tokens))
 
     def decode(self, group: _Group, turn: int, bar: Progress, also_simulate: bool) -> list[dict[str, Trial]]:
-        """Decodes a group under every arm and compares the outputs with plain decoding's: trials of each prompt."""
+        """Decodes a group under every arm and judges the outputs: trials of each prompt."""
         arms = _taking_part(self.arms, group.batch_size)
         first = turn % len(arms)
         found: dict[str, list[Served]] = {}
@@ -292,20 +293,14 @@ class _Runner:
             bar.advance(len(group.prompts))
         plain = next((arm.name for arm in arms if arm.kind == "plain"), None)
         table = []
+        bar.show("judging")
         for place, prompt in enumerate(group.prompts):
             trials = {}
             for arm in arms:
-                served, reference = found[arm.name][place], found[plain][place] if plain else None
-                trial = _live_trial(served)
-                if reference is not None and arm.name != plain:
-                    seen = compare_outputs(reference.result, served.result, near_tie=self.near_tie)
-                    trial = replace(trial, identical=seen.identical, num_compared=seen.num_compared)
-                    if not seen.identical:
-                        suite, index, size, repeat = group.keys()[place]
-                        assert seen.first_difference is not None
-                        where = (suite, index, prompt.id, arm.name, seen.first_difference)
-                        self.differences.append(Difference(*where, seen.gap, seen.near_tie, size, repeat))
-                trials[arm.name] = trial
+                served = found[arm.name][place]
+                reference = found[plain][place].result if plain and arm.name != plain else None
+                where = Place(*group.keys()[place], arm.name)
+                trials[arm.name] = self.judge.judge(_live_trial(served), served.result, reference, prompt, where)
             if also_simulate:
                 text = found[plain or arms[0].name][place].result.tokens
                 for name, rounds in self._simulate(prompt, text).items():
@@ -344,11 +339,6 @@ class _Runner:
                     end_token_ids=self.end_token_ids,
                     check=not found,
                 )[0]
-        return found
-
-    def take_differences(self) -> list[Difference]:
-        """Returns the differences of the last group."""
-        found, self.differences = self.differences, []
         return found
 
     def _decode(self, arm: Arm, prompts: Sequence[BenchPrompt], batch_size: int, max_new_tokens: int) -> list[Served]:

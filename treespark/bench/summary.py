@@ -45,6 +45,7 @@ class Summary:
         time_to_first_token: Mean seconds.
         num_identical: Outputs that are plain decoding's, token for token.
         num_compared: Outputs compared with plain decoding's.
+        num_near_ties: Tokens that are not the likeliest, but as likely within rounding, in bfloat16 and float16.
         time_shares: Share of the decoding time by part.
     """
 
@@ -67,6 +68,7 @@ class Summary:
     time_to_first_token: float = math.nan
     num_identical: int = 0
     num_compared: int = 0
+    num_near_ties: int = 0
     time_shares: dict[str, float] = field(default_factory=dict)
 
 
@@ -112,6 +114,7 @@ def summarise(
         acceptance_by_position=[count / rounds if rounds else math.nan for count in reached.tolist()],
         num_identical=sum(bool(trial.identical) for trial in compared),
         num_compared=len(compared),
+        num_near_ties=sum(trial.num_near_ties for trial in trials),
     )
     if not any(trial.timing for trial in trials):
         return figures

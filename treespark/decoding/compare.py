@@ -70,14 +70,16 @@ class Margins(NamedTuple):
         num_tokens: Tokens compared.
         num_near_ties: Tokens that are not the argmax, but within `NEAR_TIE_SPACINGS` of it.
         largest: The largest distance of a token's logit below the best one, in spacings of the dtype at the best.
-        first_miss: Index of the first token further below than `NEAR_TIE_SPACINGS`, or None. One is an error of the
-            decoder.
+        first_miss: Index of the first token further below than `NEAR_TIE_SPACINGS`, or where logits are not numbers, or
+            None. One is an error of the decoder.
+        miss: How far that token is below, in spacings; 0 without one.
     """
 
     num_tokens: int
     num_near_ties: int
     largest: float
     first_miss: int | None
+    miss: float = 0.0
 
 
 @torch.no_grad()
@@ -107,7 +109,8 @@ def text_margins(target: Target, prompt_ids: Sequence[int] | Tensor, tokens: Seq
     # |best| = m * 2^e with m from 0.5 to below 1: its neighbours are eps * 2^(e - 1) away.
     spacing = torch.finfo(logits.dtype).eps * torch.exp2(torch.frexp(best.double()).exponent.double() - 1)
     below = (best.double() - found.double()) / spacing
-    missed = below > NEAR_TIE_SPACINGS
+    missed = ~(below <= NEAR_TIE_SPACINGS)  # so that NaN is a miss as well
     first = int(missed.long().argmax()) if bool(missed.any()) else None
     near = (logits.argmax(1) != torch.tensor(tokens, device=target.device)) & ~missed
-    return Margins(len(tokens), int(near.sum()), float(below.max()), first)
+    miss = 0.0 if first is None else float(below[first])
+    return Margins(len(tokens), int(near.sum()), float(below.max()), first, miss)
