@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -38,7 +39,7 @@ def test_the_map_is_the_tree() -> None:
 
 @pytest.mark.parametrize(
     "document",
-    ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md", "docs/scaling.md", "docs/checkpoints.md"],
+    ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md", *DOCUMENTS],
 )
 def test_documents_name_files_that_are_there(document: str) -> None:
     """Every relative link, and every file in backquotes with a folder of ours in front."""

@@ -34,7 +34,7 @@ def test_name_of_another_module_is_refused() -> None:
         ("Budgetd", "Unknown policy 'Budgetd'. Did you mean: Budgeted? Available: BestFirst, Budgeted, Chain"),
         ("budgeted", "Did you mean: Budgeted?"),
         ("Zebra", "Unknown policy 'Zebra'. Available: "),
-        ("nowhere.Policy", "The policy 'nowhere.Policy' cannot be imported"),
+        ("nowhere.Policy", "cannot be imported: No module named 'nowhere'. Start in the folder that holds its file"),
         ("pathlib.Path", "'pathlib.Path' is not a policy: expected a subclass of TreePolicy"),
     ],
 )

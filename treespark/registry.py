@@ -23,6 +23,13 @@ def unknown(kind: str, name: str, choices: Iterable[str]) -> ValueError:
     return ValueError(f"Unknown {kind} '{name}'.{hint} Available: {', '.join(choices) or 'none'}.")
 
 
+def not_imported(kind: str, path: str, reason: str) -> str:
+    """The message for a dotted path that cannot be imported; a module that is not found may stand elsewhere."""
+    where = " Start in the folder that holds its file, or name that folder in PYTHONPATH."
+    hint = where if "No module" in reason else ""
+    return f"The {kind} '{path}' cannot be imported: {reason.rstrip('.')}.{hint}"
+
+
 def load_all() -> None:
     """Imports the rooms that hold what is built in, so that it is registered."""
     for home in _HOMES:
@@ -77,7 +84,7 @@ class Registered:
             try:
                 found: Any = getattr(importlib.import_module(module), attribute)
             except (ImportError, AttributeError) as error:
-                raise ValueError(f"The {cls.kind} '{name}' cannot be imported: {error}.") from error
+                raise ValueError(not_imported(cls.kind, name, str(error))) from error
             if not (isinstance(found, type) and issubclass(found, cls)):
                 raise ValueError(f"'{name}' is not a {cls.kind}: expected a subclass of {cls.__name__}.")
             return found

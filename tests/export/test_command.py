@@ -268,7 +268,7 @@ def test_files_in_parts_are_read(run: Run, tmp_path: Path) -> None:
 
 
 def test_names_that_are_no_checkpoint() -> None:
-    with pytest.raises(FileNotFoundError, match="no such folder, and no hub id"):
+    with pytest.raises(FileNotFoundError, match="no such folder, and no hub id .* A training leaves `drafter`"):
         Drafter.from_pretrained("nothing/like/this")
     with pytest.raises(FileNotFoundError, match="the hub gives no such checkpoint at revision abc"):
         Drafter.from_pretrained("nobody/nothing", revision="abc")

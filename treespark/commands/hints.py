@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
 
-from treespark.registry import load_all, unknown
+from treespark.registry import load_all, not_imported, unknown
 
 # Options that take a class -> where the base of their classes is.
 _BASES = {
@@ -71,7 +71,7 @@ def explain(message: str, options: Iterable[str] = ()) -> str:
         path = _search(r"Problem with given class_path '([\w.]+)'", message)
         missing = _search(r"(No module named '[\w.]+'|module '[\w.]+' has no attribute '\w+')", message)
         if path and missing:
-            return f"{key}: The {kind} '{path}' cannot be imported: {missing}."
+            return f"{key}: {not_imported(kind, path, missing)}"
     refused = _search(r"^Option '([\w.]+)' is not accepted$", message)  # an option of a class: said by its own parser
     if refused:
         return str(unknown("option", refused, options))

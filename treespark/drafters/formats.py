@@ -96,7 +96,10 @@ def _locate(name: str | Path, revision: str | None) -> Path:
     if folder.exists():
         raise ValueError(f"{folder} is a file; expected the folder of a drafter checkpoint.")
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name)):
-        raise FileNotFoundError(f"{name}: no such folder, and no hub id (owner/name).")
+        raise FileNotFoundError(
+            f"{name}: no such folder, and no hub id (owner/name). "
+            "A training leaves `drafter` and `checkpoints` in its folder (trainer.default_root_dir)."
+        )
     from huggingface_hub import snapshot_download
 
     try:
