@@ -71,6 +71,14 @@ def test_the_readmes_loss_works() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_guides_policy_works() -> None:
+    """The variant in CONTRIBUTING.md keeps its option and builds the parent's trees, eight children wide."""
+    (example,) = code_blocks((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), "python")
+    check = "policy = Wide(5); assert policy.config()['init_args'] == {'num_draft_nodes': 5} and policy.k == 8"
+    done = subprocess.run([sys.executable, "-c", f"{example}\n{check}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_linked_rooms_are_relative_links() -> None:
     """Losses and policies stand at the top and are imported through the package."""
     for name in ("losses", "policies"):

@@ -31,7 +31,8 @@ COMMANDS = {
     "list": ("listing", "run", "Registered losses, policies, drafters and formats, one line each"),
 }
 
-_EPILOG = """Options of a subcommand: treespark SUBCOMMAND --help
+_EPILOG = """R is a recipe (YAML), C a checkpoint (.ckpt), D a folder.
+Options of a subcommand: treespark SUBCOMMAND --help
 Errors are one line; TREESPARK_DEBUG=1 adds the traceback."""
 
 

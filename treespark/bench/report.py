@@ -154,6 +154,7 @@ def _notes(results: Results) -> list[str]:
         lines.append("* another policy than the one recorded with the drafter.")
     elif results.drafter.get("recorded_policy") is None:
         lines.append("No policy is recorded with this drafter.")
+    lines.append("tau = tokens per round, the bonus token included; accepted = those of them that were drafted.")
     if not results.simulated:
         lines.append(
             "Tokens per second: single = of the decoding time; system = of the elapsed time; request = of a request "

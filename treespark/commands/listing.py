@@ -12,7 +12,8 @@ KINDS = ("losses", "policies", "drafters", "formats")
 def run(name: str, argv: list[str]) -> None:
     """Prints the registered classes of the named kinds, or of all."""
     if any(word in ("-h", "--help") for word in argv):
-        print(f"usage: treespark {name} [{'|'.join(KINDS)}]\n\nRegistered classes, one line each.")
+        print(f"usage: treespark {name} [{'|'.join(KINDS)}]\n")
+        print("Registered classes, one line each; without a name all of them.")
         return
     for word in argv:
         if word not in KINDS:
