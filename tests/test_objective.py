@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +18,8 @@ from torch import Tensor
 from tests.tiny import tiny_drafter, tiny_target
 from treespark.blocks import DraftBlocks, Labels
 from treespark.drafters import Drafter
-from treespark.losses import L1, Confidence, Coverage, CrossEntropy, LossTerm, Survival
-from treespark.objective import Drafted, Objective
+from treespark.losses import L1, Confidence, Coverage, CrossEntropy, LossTerm, Survival, WeightedSum
+from treespark.objective import Drafted, Objective, _GradientInForward
 from treespark.policies import Budgeted, TreePolicy
 
 DEPTHS = 4
@@ -287,3 +288,80 @@ def test_two_processes_equal_one(tmp_path: Path, adaptive: bool) -> None:
         )
         for item in both:
             torch.testing.assert_close(item["diagnostics"], whole.diagnostics)
+
+
+class Peeking(LossTerm):
+    """A user's loss that looks at what others learn from, without a gradient, before they do."""
+
+    def weight(self, labels: Labels) -> Tensor:
+        return labels.valid.sum().double()
+
+    def forward(self, blocks: DraftBlocks) -> WeightedSum:
+        with torch.no_grad():
+            seen = [blocks.proposer.vocab_size, blocks.path_log_normalizer, blocks.label_log_probs, blocks.l1]
+            seen += [blocks.replay.edge_log_probs()]
+        assert seen
+        return WeightedSum(0.0 * blocks.path_logits.sum(), self.weight(blocks.labels))
+
+
+del LossTerm._classes["Peeking"]
+
+
+@pytest.mark.parametrize("markov_head", ["vanilla", "rnn"])
+def test_a_look_without_gradient_takes_no_gradient_from_others(markov_head: str) -> None:
+    """What losses share is computed once, by whoever asks first; under no_grad it keeps the gradient of the rest."""
+    policy = Budgeted(2, 6)
+    drafter, hidden, labels, states = setup(7, 1, policy, markov_head)
+    hidden.requires_grad_()
+    batch = drafted(drafter, hidden, labels, states, policy)
+    found = []
+    for losses in ([Peeking(), *terms()], terms()):
+        value = Objective(losses, 3)([batch], head_parameters(drafter), labels=[labels])
+        found.append(gradients(value.loss, drafter, hidden))
+    assert_same(*found)
+
+
+def test_recomputed_chunks_keep_no_vocabulary_alive() -> None:
+    """Between the passes of chunks that are recomputed no [n, V] tensor is held, however many chunks there are."""
+    policy = Adaptive(2, 6)
+    drafter, hidden, labels, states = setup(7, 1, policy)
+    batch = drafted(drafter, hidden.requires_grad_(), labels, states, policy)
+    gc.collect()
+    before = {id(item) for item in gc.get_objects() if type(item) is Tensor}
+    value = Objective(terms(), 2)([batch], head_parameters(drafter), labels=[labels])
+    gc.collect()
+    kept = [item for item in gc.get_objects() if type(item) is Tensor and id(item) not in before]
+    assert value.loss.requires_grad
+    assert not [tuple(item.shape) for item in kept if item.dim() > 1 and item.shape[-1] == 64]
+
+
+def test_parameters_that_share_a_gradient() -> None:
+    """Two biases that are added have one gradient tensor; chunks and the factor of the loss count it once."""
+    first, second = (torch.zeros(DEPTHS, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    hidden = torch.randn(6, DEPTHS, 3, dtype=torch.float64, requires_grad=True)
+
+    def value(chunk: Tensor, rows: slice) -> Tensor:
+        return ((first + second) * chunk.sum(0)).sum()
+
+    chunks = [slice(0, 2), slice(2, 5), slice(5, 6)]
+    loss = _GradientInForward.apply(value, chunks, hidden, first, second)  # type: ignore[no-untyped-call]
+    for found in torch.autograd.grad(3 * loss, (first, second)):
+        torch.testing.assert_close(found, 3 * hidden.detach().sum(0))
+
+
+@pytest.mark.parametrize("chunk", [2, 7])
+def test_confidence_detach(chunk: int) -> None:
+    """Detached, the head learns what it learns anyway, and nothing else learns from it; otherwise states and W1 do."""
+    policy = Budgeted(2, 6)
+    drafter, hidden, labels, states = setup(7, 2, policy)
+    hidden.requires_grad_()
+    assert drafter.confidence_head is not None and drafter.markov is not None
+    parameters = [drafter.confidence_head.proj.weight, hidden, drafter.markov.markov_w1.weight]
+    found = []
+    for detach in (True, False):
+        batch = drafted(drafter, hidden, labels, states, policy)
+        value = Objective([Confidence(detach=detach)], chunk)([batch], head_parameters(drafter), labels=[labels])
+        found.append(torch.autograd.grad(value.loss, parameters))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-10, atol=1e-12)
+    assert found[1][0].any() and not found[0][1].any() and not found[0][2].any()
+    assert found[1][1].any() and found[1][2].any()

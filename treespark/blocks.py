@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from treespark.distributions import Distributions, LogitProposer
+from treespark.distributions import Distributions, LogitProposer, shared
 from treespark.policies.base import TreePolicy
 from treespark.replay import Replay, path_mass, replay
 from treespark.selection import at_least_float32, log_normalizer
@@ -102,6 +101,10 @@ class DraftBlocks:
         target_hidden: [M, K, H] final-normed target states at anchor + d - 1; their head gives q_d.
         target_head: Maps target states to target logits.
         policy: The tree policy that replay runs.
+
+    Attributes:
+        differentiable: Whether gradients were enabled when the blocks were made. What losses share has one then, even
+            if the first of them asks under `torch.no_grad`.
     """
 
     def __init__(
@@ -114,63 +117,64 @@ class DraftBlocks:
     ) -> None:
         self.labels, self.proposer, self.policy = labels, proposer, policy
         self._target_hidden, self._target_head = target_hidden, target_head
+        self.differentiable = torch.is_grad_enabled()
 
-    @cached_property
+    @shared
     def reference_parents(self) -> Tensor:
         """[M, K] parent token of each depth on the reference path: the anchor, then the labels."""
         return torch.cat([self.labels.root_tokens.unsqueeze(1), self.labels.tokens[:, :-1]], 1)
 
-    @cached_property
+    @shared
     def _path(self) -> Distributions:
         """The drafter's distributions along the reference path: row m·K + d - 1."""
         return Distributions(self.proposer.path_logits(self.reference_parents).flatten(0, 1))
 
-    @cached_property
+    @shared
     def path_logits(self) -> Tensor:
         """[M, K, V] the drafter's logits along the reference path, differentiable."""
         return at_least_float32(self._path.logits.view(*self.labels.tokens.shape, -1))
 
-    @cached_property
+    @shared
     def path_log_normalizer(self) -> Tensor:
         """[M, K] logsumexp of `path_logits`, differentiable."""
         return self._path.log_normalizer.view(self.labels.tokens.shape)
 
-    @cached_property
+    @shared
     def label_log_probs(self) -> Tensor:
         """[M, K] log p_d of the label given the reference path, differentiable."""
         tokens = self.labels.tokens.flatten()
         index = torch.arange(len(tokens), device=tokens.device)
         return self._path.log_probs(index, tokens.unsqueeze(-1)).view(self.labels.tokens.shape)
 
-    @cached_property
+    @shared
     def target_logits(self) -> Tensor:
         """[M, K, V] the target's logits at each depth of the reference chain; no gradient."""
         with torch.no_grad():
             return at_least_float32(self._target_head(self._target_hidden)).detach()
 
-    @cached_property
+    @shared
     def target_log_normalizer(self) -> Tensor:
         """[M, K] logsumexp of `target_logits`."""
         return log_normalizer(self.target_logits)
 
-    @cached_property
+    @shared
     def l1(self) -> Tensor:
         """[M, K] Σ_v abs(p_d(v) - q_d(v)) on the reference path, differentiable."""
         distance = self._path.distance(self.target_logits.flatten(0, 1), self.target_log_normalizer.flatten())
         return distance.view(self.labels.tokens.shape)
 
-    @cached_property
+    @shared
     def replay(self) -> Replay:
         """The policy replayed on the chunk."""
         return replay(self.policy, self.proposer)
 
-    @cached_property
+    @shared
     def path_mass(self) -> Tensor:
         """[M, N+1] the target's mass of every packed node's path; no gradient."""
         packed = self.replay.packed
         return path_mass(packed, self.target_log_probs(packed.depths, packed.tokens), self.proposer.depths)
 
-    @cached_property
+    @shared
     def retained(self) -> Tensor:
         """[M, N+1] True for packed nodes (root excluded) at valid depths."""
         packed = self.replay.packed

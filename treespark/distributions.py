@@ -9,8 +9,9 @@ Shapes: n distributions (rows), V vocabulary, T tokens; index tensors are free i
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable
+from functools import cached_property, wraps
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,6 +20,23 @@ from torch.autograd.function import once_differentiable
 from treespark.selection import at_least_float32, log_normalizer, row_blocks
 from treespark.tree import Proposer
 from treespark.workspace import Workspace, buffer, current
+
+T = TypeVar("T")
+
+
+def shared(compute: Callable[[Any], T]) -> cached_property[T]:
+    """Makes a method a property that is computed once, with a gradient if its object was made where there is one.
+
+    Several losses read it, and the first of them may do so under `torch.no_grad`; the others still need the gradient.
+    The object says in `differentiable` whether gradients were enabled when it was made.
+    """
+
+    @wraps(compute)
+    def once(owner: Any) -> T:
+        with torch.set_grad_enabled(owner.differentiable):
+            return compute(owner)
+
+    return cached_property(once)
 
 
 class _Ledger:
@@ -42,8 +60,9 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, rows: Distributions) -> Tensor:
         ctx.save_for_backward(logits)
-        # The normaliser of the rows is read off them when the gradient is written; the object itself would be a cycle.
-        ctx.ledger, ctx.values, ctx.workspace = rows._ledger, rows._values, current()
+        # Of the rows' object only what is small: it would be a cycle, and its logits would stay alive where a chunk is
+        # recomputed in the backward pass.
+        ctx.ledger, ctx.known, ctx.workspace = rows._ledger, rows._known, current()
         ctx.set_materialize_grads(False)
         return logits.view_as(logits)
 
@@ -61,7 +80,7 @@ class _Rows(torch.autograd.Function):
         if normalizer is None and not distances:
             gradient.zero_()
         else:
-            _write(gradient, logits, ctx.values(), normalizer, distances)
+            _write(gradient, logits, _normalizer(logits, ctx.known), normalizer, distances)
         for index, tokens, change in selected:
             places = index.unsqueeze(-1).expand_as(tokens)
             gradient.index_put_((places, tokens), change.to(gradient.dtype), accumulate=True)
@@ -122,6 +141,14 @@ class _Read(torch.autograd.Function):
         return (None,) * (4 + len(parts))
 
 
+@torch.no_grad()
+def _normalizer(logits: Tensor, known: list[Tensor]) -> Tensor:
+    """Returns logsumexp of logits [n, V]: [n]; found once, and kept in the list `known`."""
+    if not known:
+        known.append(log_normalizer(logits))
+    return known[0]
+
+
 class Distributions:
     """softmax(logits), one distribution per row.
 
@@ -135,20 +162,15 @@ class Distributions:
 
     def __init__(self, logits: Tensor, normalizer: Tensor | None = None) -> None:
         self._plain = logits.detach()
-        plain, known = self._plain, [] if normalizer is None else [normalizer]
-
-        def values() -> Tensor:
-            if not known:
-                with torch.no_grad():
-                    known.append(log_normalizer(plain))
-            return known[0]
-
-        self._values = values
+        self._known = [] if normalizer is None else [normalizer]
         self._ledger: _Ledger | None = None
         self.logits = logits
         if torch.is_grad_enabled() and logits.requires_grad:
             self._ledger = _Ledger()
             self.logits = _Rows.apply(logits, self)  # type: ignore[no-untyped-call]
+
+    def _values(self) -> Tensor:
+        return _normalizer(self._plain, self._known)
 
     def _read(self, value: Tensor, kind: str, *parts: Tensor) -> Tensor:
         if self._ledger is None or not torch.is_grad_enabled():
@@ -159,7 +181,8 @@ class Distributions:
     @cached_property
     def log_normalizer(self) -> Tensor:
         """[n] logsumexp of the logits, differentiable."""
-        return self._read(self._values().clone(), "normalizer")
+        with torch.set_grad_enabled(self._ledger is not None):  # it is kept, whoever reads it first
+            return self._read(self._values().clone(), "normalizer")
 
     def log_probs(self, index: Tensor, tokens: Tensor) -> Tensor:
         """Returns differentiable log-probabilities [..., T] of tokens [..., T] under rows index [...], at most 0."""

@@ -246,8 +246,9 @@ class _GradientInForward(torch.autograd.Function):
                     hidden_grad[rows] = found[0]
                 for index, gradient in enumerate(found[1:]):
                     if gradient is not None:
+                        # The first is copied: autograd may give one tensor to two parameters, or a chunk's buffer.
                         known = gradients[index]
-                        gradients[index] = gradient if known is None else known.add_(gradient)
+                        gradients[index] = gradient.clone() if known is None else known.add_(gradient)
                 del loss, found
                 workspace.clear()
             for index, parameter in enumerate(parameters):

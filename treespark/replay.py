@@ -90,8 +90,9 @@ class _Recorder:
         return self.proposer.score(depth, parents, carry, tokens)
 
     def marginals(self, k: int) -> tuple[Tensor, Tensor]:
+        base = self.proposer.base_logits  # not under no_grad: a proposer may keep them as it made them
         with torch.no_grad():
-            tokens, log_probs = top_children(self.proposer.base_logits, k)
+            tokens, log_probs = top_children(base, k)
         self.asked_marginals = tokens
         return tokens, log_probs
 

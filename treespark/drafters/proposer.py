@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treespark.distributions import PlainRows, RowRecorder
+from treespark.distributions import PlainRows, RowRecorder, shared
 from treespark.drafters.confidence import ConfidenceHead
 from treespark.drafters.corrections import CorrectedRows, Corrections, SlotRows, at_depth
 from treespark.drafters.markov import MarkovHead
@@ -33,6 +33,9 @@ class DraftProposer:
         draft_ids: [V_draft] the tokens that `head` and `markov` have logits for, ascending, where these are not all of
             the vocabulary; the others can never be drafted (logit -inf).
         vocab_size: V, needed with `draft_ids`.
+
+    Attributes:
+        differentiable: Whether gradients were enabled when it was made; its logits then have one, whoever asks first.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class DraftProposer:
         self.hidden, self.root_tokens = hidden, root_tokens
         self._draft_ids, self._vocab_size = draft_ids, vocab_size
         self._head, self._markov, self._confidence = head, markov, confidence
+        self.differentiable = torch.is_grad_enabled()
 
     @property
     def depths(self) -> int:
@@ -64,7 +68,7 @@ class DraftProposer:
         """Whether there is a confidence head."""
         return self._confidence is not None
 
-    @cached_property
+    @shared
     def base_logits(self) -> Tensor:
         """Logits U_d [M, K, V], shared by every parent of a depth (arXiv 2610.20175 §3.1)."""
         return self._head(self.hidden) if self._draft_ids is None else self._widen(self._own_logits)
@@ -78,7 +82,7 @@ class DraftProposer:
         """U_d of the tokens that can be drafted: [M, K, V_draft]."""
         return self.base_logits if self._draft_ids is None else self._reduced_logits
 
-    @cached_property
+    @shared
     def _reduced_logits(self) -> Tensor:
         return self._head(self.hidden)
 
@@ -161,7 +165,7 @@ class DraftProposer:
             return self._corrections.path(tokens, self.hidden)
         return self._widen(self._own_logits + self._markov.bias(self._markov.path(tokens, self.hidden)))
 
-    @cached_property
+    @shared
     def _corrections(self) -> Corrections:
         assert self._markov is not None
         return Corrections(self._markov, self.base_logits)
