@@ -70,8 +70,10 @@ def test_falling_neighbours_are_averaged() -> None:
 
 
 def test_a_saved_profile_is_the_same(tmp_path: Path) -> None:
-    model().save(tmp_path / "costs.json")
-    assert CostModel.load(tmp_path / "costs.json") == model()
+    """It is the same again, from a folder that saving made."""
+    file = tmp_path / "new" / "costs.json"
+    model().save(file)
+    assert CostModel.load(file) == model()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', '{"format": 1, "target": 3}'])

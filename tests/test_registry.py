@@ -64,6 +64,10 @@ def test_policy_from_text() -> None:
     for text in ("Budgeted(2)", "Budgeted(k=", "Budgeted(k=f())", "1 + 1"):
         with pytest.raises(ValueError):
             parse(text)
+    for text in ("Budgeted(k='2')", "Budgeted(k=True)", "DDTree(num_draft_nodes=2.5)", "BestFirst(cost=3)"):
+        with pytest.raises(ValueError, match="must be of type"):
+            parse(text)
+    assert parse("BestFirst(a=2, frontier_width=None)").config()["init_args"]["a"] == 2
 
 
 def test_bases_do_not_share_their_names() -> None:

@@ -110,8 +110,10 @@ class CostModel:
         return tau * plain / self.round_seconds(batch_size, num_nodes, context_length)
 
     def save(self, path: str | Path) -> None:
-        """Writes the model as JSON."""
-        Path(path).write_text(json.dumps({"format": FORMAT} | asdict(self), indent=1) + "\n", encoding="utf-8")
+        """Writes the model as JSON, and makes the folder where there is none."""
+        file = Path(path).expanduser()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"format": FORMAT} | asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> CostModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -224,3 +225,18 @@ def test_bad_options(pair: Pair, options: dict[str, Any], message: str) -> None:
         run(*pair, SUITES, make_arms(pair[1]), **OPTIONS | options)
     with pytest.raises(ValueError, match="one request at a time"):
         run(*pair, SUITES, make_arms(pair[1], "generate"), **OPTIONS)
+
+
+def test_answers_of_one_token(pair: Pair) -> None:
+    """Nothing follows the first token: no rate is 0, none has an interval, and the report says why."""
+    arms = make_arms(pair[1], "plain,chain,generate,lookup")
+    results = run(*pair, SUITES, arms, **OPTIONS | {"max_new_tokens": 1, "batch_sizes": (1,), "repeats": 1})
+    assert results.ok and results.exit_code == 0
+    for name in results.arm_names:
+        summary = results.summary(name)
+        figures = (summary.tau, summary.single_throughput, summary.per_request_throughput)
+        assert all(math.isnan(figure) for figure in figures) and summary.system_throughput > 0
+    console = Console(file=io.StringIO(), width=160)
+    print_report(results, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "tau lookup/chain: - (not measured: no answer went on behind its first token)" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,20 @@ def test_profile_saves_and_names_the_policy(tmp_path: Path, capsys: pytest.Captu
     assert isinstance(policy, BestFirst) and policy.cost == path
     assert policy.a == pytest.approx(costs.settings["calibration"]["a"], abs=1e-4)
     assert len(decode(target, drafter, [1, 2], policy=policy, max_new_tokens=5, end_token_ids=[]).tokens) == 5
+
+
+def test_costs_outlive_a_calibration_that_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers of one token judge no edge: that is said, no policy is named, and the costs are in their file."""
+    monkeypatch.setattr("treespark.bench.profile.fit_calibration", partial(fit_calibration, max_new_tokens=1))
+    target = target_of("llama")
+    suite = Suite("one", (BenchPrompt("1", (1, 2, 3), "one:1"),))
+    path = str(tmp_path / "new" / "costs.json")
+    costs = profile(target, tiny_drafter(target), [suite], path, policy=Chain(), batch_sizes=(1,))
+    assert CostModel.load(path) == costs and "calibration" not in costs.settings
+    printed = capsys.readouterr().out
+    assert "Not calibrated" in printed and "No edge was judged" in printed and "--policies" not in printed
 
 
 def test_prediction_beside_measurement() -> None:

@@ -76,6 +76,9 @@ BAD: list[tuple[Any, str]] = [
     ([{"name": "x", "path": "a.jsonl", "colum": "q"}], "Unknown key 'colum'. Did you mean: column"),
     ([{"name": "x", "path": "a.jsonl", "limit": "3"}], "limit must be of type int"),
     ([{"name": "x", "path": "a.jsonl", "limit": 0}], "limit must be at least 1"),
+    ([{"name": "x", "path": "a.jsonl", "limit": True}], "limit must be of type int"),
+    ([{"name": "x", "hub": "a/b", "files": [1]}], "files must name files, got 1"),
+    ([{"name": "x", "path": "a.jsonl", "files": ["b.jsonl"]}], "files are those of a hub's data set"),
     ([{"name": "x", "path": "a.jsonl", "column": "q", "template": "{q}"}], "column or template, not both"),
     ([{"name": "x", "url": "http://a.example/a.jsonl"}], "must begin with https"),
 ]
@@ -95,6 +98,9 @@ def test_missing_files_are_found_before_anything_is_read(tmp_path: Path) -> None
     path = tmp_path / "suites.yaml"
     path.write_text("suites: [{name: x, path: absent.jsonl}]")
     with pytest.raises(FileNotFoundError, match="absent.jsonl: no such data file"):
+        find_sources([str(path)])
+    path.write_text("suites: [{name: x, path: absent.jsonl}]\nsuits: []")
+    with pytest.raises(ValueError, match="Unknown key 'suits'. Did you mean: suites"):
         find_sources([str(path)])
     path.write_text("suites: [")
     with pytest.raises(ValueError, match="not valid YAML"):

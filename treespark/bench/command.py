@@ -105,6 +105,8 @@ def bench(
     unfinished = _unfinished(output) if output and resume else None
     if output and Path(output).is_dir():
         raise ValueError(f"output: {output} is a folder; give the name of a file for the results.")
+    if profile and Path(profile).expanduser().is_dir():
+        raise ValueError(f"profile: {profile} is a folder; give the name of a file for the cost profile.")
     source = open_drafter(drafter)
     if not (target or source.target_name):
         raise ValueError(f"{drafter} does not say which target it was made for: give --target.")

@@ -134,7 +134,8 @@ def profile(
 ) -> CostModel:
     """What `treespark bench --profile` does before it decodes: measures, calibrates, saves, and names the policy.
 
-    The calibration decodes the last prompts of each suite, briefly.
+    The calibration decodes the last prompts of each suite, briefly. Where it fails, which a drafter that knows
+    nothing may cause, that is said and the costs are kept.
 
     Args:
         target: The target.
@@ -148,7 +149,12 @@ def profile(
     costs = profile_costs(target, drafter, chosen, batch_sizes=batch_sizes)
     share = max(1, _CALIBRATION_PROMPTS // len(suites))
     prompts = [prompt.ids for suite in suites for prompt in suite.prompts[-share:]]
-    a, b, edges = fit_calibration(target, drafter, prompts, chosen)
+    costs.save(path)
+    try:
+        a, b, edges = fit_calibration(target, drafter, prompts, chosen)
+    except ValueError as error:  # the costs stand, and what was asked for besides them is worth decoding
+        print(f"Cost profile: {path}\nNot calibrated, so BestFirst cannot size trees by it. {error}")
+        return costs
     costs.settings["calibration"] = {"a": a, "b": b, "num_edges": edges}
     costs.save(path)
     nodes = chosen.num_nodes(drafter.block_size)
@@ -195,7 +201,7 @@ def print_predictions(costs: CostModel, results: Results) -> None:
         return
     table = Table("arm", "requests", "nodes", "tau", "× plain, predicted", "× plain, measured", title="Cost model")
     for row in rows:
-        figures = (f"{row['tau']:.2f}", f"{row['predicted']:.2f}", f"{row['measured']:.2f}")
+        figures = ("-" if row[key] != row[key] else f"{row[key]:.2f}" for key in ("tau", "predicted", "measured"))
         table.add_row(row["arm"], str(row["batch_size"]), str(row["num_nodes"]), *figures)
     Console().print(table)
 

@@ -216,6 +216,8 @@ def _number(value: float, digits: int) -> str:
 
 
 def _interval(interval: Interval) -> str:
+    if math.isnan(interval.value):
+        return "- (not measured: no answer went on behind its first token)"
     if math.isnan(interval.low):
         return f"{_number(interval.value, 3)} (too few prompts for an interval)"
     ends = f"{interval.low:.3f} to {interval.high:.3f}"

@@ -186,6 +186,9 @@ def _of_yaml(file: Path) -> list[SuiteSource]:
     entries = record.get("suites") if isinstance(record, dict) else None
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"{file}: nothing to evaluate, expected a list `suites` with at least one entry.")
+    for key in record:
+        if key != "suites":
+            raise ValueError(f"{file}: {unknown('key', str(key), ['suites'])}")
     return [_of_entry(entry, file, number) for number, entry in enumerate(entries, start=1)]
 
 
@@ -198,11 +201,16 @@ def _of_entry(entry: Any, file: Path, number: int) -> SuiteSource:
         if key not in fields:
             raise ValueError(f"{where} ({entry['name']}): {unknown('key', str(key), list(fields))}")
         kind = {"limit": int, "where": dict, "files": list}.get(key, str)
-        if value is not None and not isinstance(value, kind):
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
             raise ValueError(f"{where} ({entry['name']}): {key} must be of type {kind.__name__}, got {value!r}.")
+    for name in entry.get("files") or ():
+        if not isinstance(name, str):
+            raise ValueError(f"{where} ({entry['name']}): files must name files, got {name!r}.")
     given = [key for key in ("path", "hub", "url") if entry.get(key)]
     if len(given) != 1:
         raise ValueError(f"{where} ({entry['name']}): expected one of path, hub and url, got {given or 'none'}.")
+    if entry.get("files") and not entry.get("hub"):
+        raise ValueError(f"{where} ({entry['name']}): files are those of a hub's data set; a local file is its `path`.")
     if entry.get("column") and entry.get("template"):
         raise ValueError(f"{where} ({entry['name']}): give column or template, not both.")
     if entry.get("limit") is not None and entry["limit"] < 1:
@@ -212,7 +220,7 @@ def _of_entry(entry: Any, file: Path, number: int) -> SuiteSource:
     options = {key: value for key, value in entry.items() if value is not None}
     options["files"] = tuple(options.get("files", ()))
     if entry.get("path"):
-        options["path"] = str(file.parent / entry["path"])
+        options["path"] = str(file.parent / Path(entry["path"]).expanduser())
     return SuiteSource(**options)
 
 

@@ -80,8 +80,10 @@ def load_suite(
         source = SuiteSource(Path(source).stem, path=str(check_file(source)))
     lines, sha256 = source.lines(num_prompts)
     if not lines:
+        missing = "no row has the values of `where`" if source.where else "the suite has no row"
         raise DataError(
-            f"{source.place}: nothing to evaluate, the {'file has no line' if source.path else 'suite has no row'}. "
+            f"{source.place}: nothing to evaluate, "
+            f"{'the file has no line' if source.path and not source.where else missing}. "
             "Expected one JSON object a line with 'prompt', 'messages' or 'turns'."
         )
     prompts = tuple(

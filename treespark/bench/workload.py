@@ -162,7 +162,8 @@ def _generate(
         lookup_tokens=arm.lookup_tokens if arm.kind == "lookup" else None,
         clock=clock,
     )
-    rest = written.finished - written.first_token
+    # Without a second token nothing was decoded behind the first: what is left is the call's own end.
+    rest = written.finished - written.first_token if len(written.tokens) > 1 else 0.0
     ends = target.spec.eos_token_ids if end_token_ids is None else tuple(end_token_ids)
     result = DecodeResult(
         tokens=written.tokens,
