@@ -13,9 +13,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from treespark.commands.mixing import mix
 from treespark.data import Mixture, Source, open_source
 from treespark.data.mixture import largest_shares, shares
 from treespark.data.prompts import Problems
+from treespark.generation import generate
 
 STOP = Problems("stop")
 
@@ -68,6 +70,42 @@ def test_the_first_prompts_of_a_mixture_are_those_of_the_whole(files: list[str])
     spec = {"mixture": [{"dataset": files[0], "weight": 3}, files[1]], "num_prompts": 20}
     part = [record.where for record in open_source(spec, limit=7).records(STOP)]
     assert part == [record.where for record in open_source(spec).records(STOP)][:7]
+
+
+def test_the_record_of_the_first_prompts_names_what_they_come_from(files: list[str]) -> None:
+    """Options, weights, number and seed of every source, though a limit spans them; only the hash is of what was read.
+
+    A stream among them is read as far as the limit asks.
+    """
+    code = {"dataset": files[1], "streaming": True}
+    spec = [{"mixture": [{"dataset": files[0], "weight": 3}, code], "num_prompts": 20, "seed": 7}, code]
+    limited = open_source(spec, limit=5)
+    mixed, after = limited.describe()["sources"][0]["sources"]
+    assert mixed == {
+        "mixture": [{"dataset": files[0], "weight": 3}, code | {"weight": 1.0}],
+        "num_prompts": 20,
+        "seed": 7,
+    }
+    assert after == code
+    assert limited.describe()["limit"] == 5 and limited.describe()["sha256"] == limited.sha256
+
+
+@pytest.mark.parametrize("form", ["file", "options", "list", "mixture"])
+def test_no_file_is_replaced_by_what_is_made_from_it(files: list[str], form: str) -> None:
+    """Whatever form names the file, also with overwrite; it stays as it is."""
+    options: dict[str, Any] = {"dataset": files[0], "where": {"prompt": ["math 1", "math 2"]}}
+    spec: Any = {
+        "file": files[0],
+        "options": options,
+        "list": [files[1], options],
+        "mixture": {"mixture": [options, files[1]], "num_prompts": 2},
+    }[form]
+    before = Path(files[0]).read_bytes()
+    with pytest.raises(ValueError, match="the same file"):
+        mix(spec, files[0], overwrite=True)
+    with pytest.raises(ValueError, match="the same file"):
+        generate("unused", spec, files[0], overwrite=True)
+    assert Path(files[0]).read_bytes() == before
 
 
 def test_as_many_as_the_shares_allow(files: list[str]) -> None:

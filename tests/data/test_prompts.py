@@ -150,5 +150,7 @@ def test_long_conversations_are_dropped_with_a_count(tmp_path: Path, caplog: pyt
     path = write(tmp_path / "a.jsonl", [GOOD, LONG, GOOD])
     assert [sample.where for sample in load(path, max_length=40, long="drop")] == [f"{path}:1", f"{path}:3"]
     assert "1 of 3 conversations longer than 40 tokens dropped" in caplog.text
-    with pytest.raises(DataError, match="no usable line"):
+    with pytest.raises(
+        DataError, match="nothing is left: 1 of 1 conversations longer than 40 tokens dropped. Raise max"
+    ):
         load(write(tmp_path / "b.jsonl", [LONG]), max_length=40, long="drop")

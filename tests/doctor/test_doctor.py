@@ -103,6 +103,13 @@ def test_a_sound_run(folder: Path, options: dict[str, Any]) -> None:
     assert torch.__version__ in texts(found, "versions")
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_features_that_were_stored_in_half_precision(folder: Path, dtype: str) -> None:
+    """Rounded once in a store, the numbers of a float32 target are still its own, and a training may use them."""
+    found = examined(folder, features=Hybrid(memory=0.1, disk=0.0, dtype=dtype))
+    assert errors(found) == {} and "relative difference" in texts(found, "features")
+
+
 def test_template_marks_and_dtype(folder: Path, tmp_path: Path) -> None:
     """A template with {% generation %} is told from one without; bfloat16 passes its own, wider limits."""
     save_tiny_target(tmp_path / "target", GENERATION_TEMPLATE, num_hidden_layers=4)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.conftest import SmallFiles
 from tests.tiny import tiny_target
 from treespark.features import CacheBuilder, CacheIndex, Offline, damaged_shards
 from treespark.features.store import Layout, locked
@@ -24,6 +25,9 @@ from treespark.target import Target
 
 LAYERS = (0, 2)
 SHARD = 20_000  # bytes: about four of these documents
+
+
+RENDERING = {"chat_template": "a", "max_length": 64, "long_sequences": "split"}
 
 
 def documents(count: int = 24, seed: int = 0) -> list[Tensor]:
@@ -48,7 +52,7 @@ def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def builder(target: Target, folder: Path, **options: object) -> CacheBuilder:
-    settings = {"documents": documents(), "shard_bytes": SHARD, "rendering": {"chat_template": "a", "max_length": 64}}
+    settings = {"documents": documents(), "shard_bytes": SHARD, "rendering": RENDERING}
     return CacheBuilder(target, LAYERS, folder=folder, **settings | options)  # type: ignore[arg-type]
 
 
@@ -165,6 +169,10 @@ def test_what_a_folder_was_built_for_is_kept(whole: Path, target: Target) -> Non
         ({"documents": documents(seed=1)}, r"the documents' tokens \(data files, chat template or lengths\) \("),
         ({"documents": documents(seed=1), "rendering": {"chat_template": "b"}}, r"chat template \(a there, b here\)"),
         ({"documents": documents(seed=1), "rendering": {"max_length": 32}}, r"max_length \(64 there, 32 here\)"),
+        (
+            {"documents": documents(seed=1), "rendering": {"long_sequences": "cut"}},
+            r"long_sequences \(split there, cut",
+        ),
         ({"shard_bytes": 9000}, "the number of shards"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -243,6 +251,16 @@ def test_a_disk_without_room_stops_before_the_start(
     assert not (tmp_path / "cache").exists()
     made.build((1, 2))
     assert made.build().num_missing == 0
+
+
+def test_a_disk_that_fills_up_while_building(target: Target, tmp_path: Path, small_files: SmallFiles) -> None:
+    """The system refuses to write on: a sentence names the shard, whole ones stay, and a later call ends the work."""
+    folder = tmp_path / "cache"
+    with small_files(SHARD // 2), pytest.raises(OSError, match=r"shard-0000\d.safetensors cannot be written \(.*arge"):
+        builder(target, folder).build()
+    assert not [path for path in folder.rglob("*.safetensors*") if path.stat().st_size and ".part-" in str(path)]
+    assert builder(target, folder).build().num_missing == 0
+    assert all(fault is None for _, fault in damaged_shards(folder))
 
 
 def test_folders_of_others_stay_as_they_are(target: Target, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.conftest import SmallFiles
 from tests.tiny import tiny_target
 from treespark.features import CacheBuilder, FeatureIdentity, FeatureSource, Hybrid, Offline, Online, document_key
 from treespark.features.hybrid import DocumentFolder
@@ -278,6 +279,23 @@ def test_wrong_options_are_said() -> None:
         Hybrid(memory=-1)
     with pytest.raises(ValueError, match="stored as float16, bfloat16, float32, not as 'int8'"):
         Hybrid(dtype="int8")
+
+
+def test_a_disk_that_fills_up_costs_no_training(
+    target: Target, tmp_path: Path, small_files: SmallFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Documents that cannot be kept are computed, with one warning, and the folder serves the next run."""
+    source, batch = opened(Hybrid(disk=1, folder=str(tmp_path)), target), rows_of([[document(60)], [document(61)]])
+    expected = opened(Hybrid(memory=1, disk=0), target).features(*batch)
+    with small_files(20_000):  # of 46,080 and more
+        for num_computed in (2, 4):
+            found = source.features(*batch)
+            assert torch.equal(found.context, expected.context) and source.num_computed == num_computed
+    assert caplog.text.count("no longer kept") == 1 and not list(tmp_path.rglob("*.safetensors"))
+    again = opened(Hybrid(disk=1, folder=str(tmp_path)), target)
+    again.features(*batch)
+    again.features(*batch)
+    assert (again.num_computed, again.num_found) == (2, 2)
 
 
 def test_a_disk_that_is_too_small_is_said_at_start(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.answering import PROMPTS, read, run, save_tiny_target, write
 from treespark.data.answers import AnswerStore
@@ -55,6 +57,18 @@ def test_foreign_and_edited_outputs_are_not_touched(target: str, prompts: str, t
         run(target, prompts, output)
     with pytest.raises(ValueError, match="the same file"):
         run(target, prompts, Path(prompts))
+
+
+def test_answers_of_a_fine_tuned_target_are_not_mixed_in(target: str, prompts: str, tmp_path: Path) -> None:
+    """Same name, sizes and head, but one weight of a layer is another: refused, neither kept nor continued."""
+    other, output = tmp_path / "target", tmp_path / "out.jsonl"
+    shutil.copytree(target, other)
+    run(str(other), prompts, output, limit=2)
+    weights = load_file(other / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"] *= 1.5
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"written with other arguments \(weights: "):
+        run(str(other), prompts, output, limit=2)
 
 
 def test_the_record_beside_the_output(target: str, prompts: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treespark.data.mixture import Mixture, open_source
+from treespark.data.mixture import Mixture, check_output, open_source
 from treespark.data.prompts import OnError, Problems, PromptRecord, hash_files
 from treespark.data.sources import PromptSource, Source
 
@@ -78,6 +78,7 @@ def mix(
     from treespark.data.overlap import Duplicates, read_suite, write_removals
 
     source = _with_draw(open_source(sources), num_prompts, seed)
+    check_output(output, source)
     paths = split_names(suites or [])
     texts = [text for path in paths for text in read_suite(path)]
     duplicates = Duplicates(texts, ngram, suite_overlap, near)

@@ -139,9 +139,13 @@ class DraftingData(LightningDataModule):
 
     @property
     def rendering(self) -> dict[str, Any]:
-        """What the tokens of a conversation depend on: the template (with its options) as a hash, and the length."""
+        """What the tokens of a training document depend on: the template (with its options) as a hash, the lengths."""
         template = f"{self.encoder.tokenizer.chat_template} {sorted(self.chat_template_kwargs.items())}"
-        return {"chat_template": hashlib.sha256(template.encode()).hexdigest(), "max_length": self.max_length}
+        return {
+            "chat_template": hashlib.sha256(template.encode()).hexdigest(),
+            "max_length": self.max_length,
+            "long_sequences": self.long_sequences,
+        }
 
     def token_counts(self, vocab_size: int) -> Tensor | None:
         """How often each token is supervised in the training data: [V]; None without such data."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -76,7 +75,11 @@ class Concatenation(PromptSource):
     def describe(self) -> dict[str, Any]:
         """Each of the sources."""
         if self.limit is not None:  # the hash is of the first prompts alone: the sources may be streams
-            return {"label": self.label, "limit": self.limit, "sha256": self.sha256}
+            return {
+                "sources": [_options(source) for source in self.sources],
+                "limit": self.limit,
+                "sha256": self.sha256,
+            }
         return {"sources": [source.describe() for source in self.sources], "sha256": self.sha256}
 
 
@@ -104,6 +107,8 @@ class Mixture(PromptSource):
             raise ValueError("A mixture needs at least one source.")
         if num_prompts is not None and num_prompts < 1:
             raise ValueError(f"num_prompts must be at least 1, got {num_prompts}.")
+        if seed < 0:
+            raise ValueError(f"The seed of a mixture must be at least 0, got {seed}.")
         if num_prompts is None and (endless := [source.label for source in sources if source.streaming]):
             raise ValueError(f"num_prompts must be given: {endless[0]} is streamed and would be read to its end.")
         self.sources, self.num_prompts, self.seed = list(sources), num_prompts, seed
@@ -242,7 +247,7 @@ def open_source(spec: SourceSpec | PromptSource, limit: int | None = None) -> Pr
             "A source of prompts is a path, a hub id, a mapping with 'dataset' or 'mixture', or a list of these; got "
             f"{spec!r}."
         )
-    _check_keys(options, [*inspect.signature(Source).parameters])
+    _check_options(options, _SOURCE_OPTIONS)
     return Source(**options)
 
 
@@ -286,19 +291,70 @@ def _read_text(spec: str) -> Any:
 
 
 def _mixture(spec: Mapping[str, Any]) -> Mixture:
-    _check_keys(spec, ["mixture", "num_prompts", "seed"])
-    if not isinstance(spec["mixture"], list):
-        raise ValueError(f"'mixture' must be a list of sources, got {spec['mixture']!r}.")
+    _check_options(spec, {"mixture": ("a list of sources", list)} | _DRAW_OPTIONS)
     sources = [open_source(item) for item in spec["mixture"]]
     single = [source for source in sources if isinstance(source, Source)]
     if len(single) < len(sources):
         raise ValueError("A mixture holds single sources, no lists and no other mixtures.")
-    return Mixture(single, spec.get("num_prompts"), int(spec.get("seed", 0)))
+    return Mixture(single, spec.get("num_prompts"), spec.get("seed") or 0)
 
 
-def _check_keys(given: Mapping[str, Any], known: Sequence[str]) -> None:
-    for key in given:
+# Option of a specification -> what it holds, in words and as types; None leaves an option at its default.
+_TEXT, _WHOLE, _MAPPING = ("text", str), ("a whole number", int), ("a mapping", dict)
+_SOURCE_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "dataset": _TEXT,
+    "name": _TEXT,
+    "split": _TEXT,
+    "revision": _TEXT,
+    "streaming": ("true or false", bool),
+    "columns": _MAPPING,
+    "where": _MAPPING,
+    "category": _TEXT,
+    "limit": _WHOLE,
+    "weight": ("a number", int, float),
+}
+_DRAW_OPTIONS: dict[str, tuple[Any, ...]] = {"num_prompts": _WHOLE, "seed": _WHOLE}
+
+
+def _check_options(given: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]]) -> None:
+    for key, value in given.items():
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1)
             hint = f" Did you mean: {close[0]}?" if close else ""
             raise ValueError(f"Unknown option '{key}' of a source.{hint} Available: {', '.join(known)}.")
+        words, *kinds = known[key]
+        fits = isinstance(value, tuple(kinds)) and (type(value) is not bool or bool in kinds)
+        if not fits and (value is not None or key == "weight"):
+            quote = f" Put it in quotes: '{value}'." if words == "text" and not isinstance(value, (list, dict)) else ""
+            raise ValueError(f"'{key}' must be {words}, got {value!r}.{quote}")
+    for ours, column in (given.get("columns") or {}).items():
+        if not isinstance(column, str):
+            raise ValueError(f"'columns' must name a column for '{ours}', got {column!r}.")
+
+
+def _options(source: PromptSource) -> dict[str, Any]:
+    """What was asked for, down to single sources; nothing is read."""
+    if isinstance(source, Source):
+        return source.options()
+    if isinstance(source, Mixture):
+        parts = [part.options() | {"weight": part.weight} for part in source.sources]
+        return {"mixture": parts, "num_prompts": source.num_prompts, "seed": source.seed}
+    assert isinstance(source, Concatenation)
+    return {"sources": [_options(part) for part in source.sources]}
+
+
+def check_output(output: str | Path, source: PromptSource) -> None:
+    """Refuses an output that is one of the files it would be made from.
+
+    Args:
+        output: the file to write.
+        source: what is read.
+
+    Raises:
+        ValueError: it is one of them.
+    """
+    if isinstance(source, (Mixture, Concatenation)):
+        for part in source.sources:
+            check_output(output, part)
+    elif isinstance(source, Source) and Path(source.dataset).expanduser().resolve() == Path(output).resolve():
+        raise ValueError(f"output and prompts are the same file, {output}. Give the output a file of its own.")

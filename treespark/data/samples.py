@@ -103,7 +103,9 @@ def load_samples(
                 )
         of_file = Problems(problems.on_error)
         of_file.errors = problems.errors[num_problems:]
-        long.report(path, len(records))
+        done = long.report(path, len(records))
+        if done and len(samples) == before and not of_file.errors:
+            raise DataError(f"{path}: nothing is left: {done}. Raise max_length, or set long_sequences to another way.")
         of_file.report(path, len(samples) - before)
         if num_unplaced:
             _log.warning(
@@ -165,10 +167,10 @@ class _Long:
                 parts.append(_Part(ids[first:last], inside, first == 0))
         return parts
 
-    def report(self, path: str, num_lines: int) -> None:
-        """Logs in one line what was done to how many."""
+    def report(self, path: str, num_lines: int) -> str:
+        """Logs in one line what was done to how many, and returns it; empty where none was too long."""
         if not self.num_long:
-            return
+            return ""
         done = {
             "cut": f"{self.num_long} of {num_lines} answers cut at {self.max_length} tokens",
             "split": f"{self.num_long} of {num_lines} conversations split into {self.num_parts} documents of at most "
@@ -176,6 +178,7 @@ class _Long:
             "drop": f"{self.num_long} of {num_lines} conversations longer than {self.max_length} tokens dropped",
         }[self.how]
         _log.warning("%s: %s (%d of their %d tokens are left out)", path, done, self.num_lost, self.num_tokens)
+        return done
 
 
 def _track(records: list[PromptRecord], path: str) -> Iterable[PromptRecord]:

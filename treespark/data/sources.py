@@ -114,11 +114,11 @@ class Source(PromptSource):
         weight: float = 1.0,
     ) -> None:
         self.dataset, self.name, self.split, self.revision = dataset, name, split, revision
-        self.streaming, self.category, self.limit, self.weight = streaming, category, limit, weight
+        self.streaming, self.category, self.limit, self.weight = bool(streaming), category, limit, weight
         self.columns, self.where = dict(columns or {}), dict(where or {})
         if limit is not None and limit < 1:
             raise ValueError(f"{dataset}: limit must be at least 1, got {limit}.")
-        if not weight > 0:
+        if not 0 < weight < float("inf"):
             raise ValueError(f"{dataset}: weight must be above 0, got {weight}.")
         self.kind: Kind = _kind_of(dataset)
         no_meaning = {

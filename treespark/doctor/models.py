@@ -98,7 +98,10 @@ def examine_features(report: Report, module: DraftingModule, batch: MicroBatch, 
     ids, final, context = batch.input_ids[:1, here], features.final[:1, here], features.context[:1, here]
     length = ids.shape[1]
     prefill = max(1, length - _STEPS)
-    limit = max(1e-3, 16 * torch.finfo(target.dtype).eps)
+    # Numbers from a store were rounded once, by half of an eps of its dtype at most.
+    stored = getattr(module.feature_source, "identity", None)
+    rounding = 0.0 if stored is None else 4 * torch.finfo(stored.torch_dtype).eps
+    limit = max(1e-3, 16 * torch.finfo(target.dtype).eps, rounding)
     expected = target.model(input_ids=ids, use_cache=False).logits.float()
     _compare(
         report, "logits", target.logits(final).float(), expected, limit, "the head on the features", "the model's own"

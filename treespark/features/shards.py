@@ -62,7 +62,7 @@ def write_shard(
 ) -> None:
     """Writes a shard beside its place and renames it: it is there whole or not at all.
 
-    Equal arguments give equal bytes.
+    Equal arguments give equal bytes. A failed write leaves nothing behind.
 
     Args:
         path: Its place.
@@ -70,7 +70,11 @@ def write_shard(
         documents: Token ids [S] of each document.
         rows: Features [S, (m + 1) * H] of each document.
         scratch: Folder on the same disk for unfinished files (the library leaves some of its own after a kill).
+
+    Raises:
+        OSError: When the disk is full or refuses.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     keys = torch.frombuffer(bytearray(b"".join(map(document_key, documents))), dtype=torch.uint8).view(-1, 32)
@@ -86,10 +90,15 @@ def write_shard(
         "num_tokens": len(tensors["features"]),
         "sha256": _checksum(keys, tensors["lengths"], tensors["features"]),
     }
-    # One metadata entry: the library writes several in any order, and equal content must be equal bytes.
-    write_whole(
-        path, scratch / f"new-{path.name}", lambda place: save_file(tensors, place, {"treespark": json.dumps(header)})
-    )
+    try:
+        # One metadata entry: the library writes several in any order, and equal content must be equal bytes.
+        write_whole(
+            path,
+            scratch / f"new-{path.name}",
+            lambda place: save_file(tensors, place, {"treespark": json.dumps(header)}),
+        )
+    except SafetensorError as error:  # the library's own class, also for a disk that is full
+        raise OSError(f"{path} cannot be written ({error}).") from error
 
 
 def write_whole(path: Path, temporary: Path, write: Callable[[Path], Any]) -> None:

@@ -15,7 +15,7 @@ from treespark.features.identity import FeatureIdentity, describe_differences
 from treespark.features.shards import FORMAT, HEADER_BYTES, KEY_BYTES, Shard, write_whole
 
 INDEX = "index.json"
-_RENDERING = {"chat_template": "chat template", "max_length": "max_length"}
+_RENDERING = {"chat_template": "chat template", "max_length": "max_length", "long_sequences": "long_sequences"}
 _CONTENT = {
     "num_documents": "the number of documents",
     "num_tokens": "the number of tokens",
@@ -250,7 +250,6 @@ def locked(path: Path, refusal: str = "") -> Iterator[None]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int | IO[bytes]]:
-
     if not path.is_dir():
         with path.open("ab") as stream:
             yield stream

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from treespark.data.answers import AnswerStore
-from treespark.data.mixture import open_source
+from treespark.data.mixture import check_output, open_source
 from treespark.data.prompts import DataError, OnError, Problems, PromptRecord
 from treespark.generation.backend import Answer, Backend, Prompt
 from treespark.generation.summary import GenerationSummary, progress_bar
@@ -111,8 +111,7 @@ def generate(
     problems = Problems(on_error)
     opened = open_source(prompts, limit)
     records = list(opened.records(problems))  # before the target is loaded: bad files fail in no time
-    if Path(output).resolve() in [Path(path).resolve() for path in opened.files]:
-        raise ValueError(f"output and prompts are the same file, {output}. Give the answers a file of their own.")
+    check_output(output, opened)
     if not records:
         problems.report(opened.label, 0)
 

@@ -19,6 +19,7 @@ from treespark.data.template import ChatEncoder
 from treespark.decoding.batch import BatchDecoding
 from treespark.decoding.request import Request
 from treespark.drafters.source import weights_hash
+from treespark.features.identity import weights_digest
 from treespark.generation.backend import Answer, Answers, Backend, Progress, Prompt
 from treespark.target.loading import template_sha256
 
@@ -69,6 +70,7 @@ class LocalBackend(Backend):
             drafting = {"drafter_sha256": weights_hash(self.drafter), "policy": self.policy.config()}
         return {
             "fingerprint": self.target.spec.fingerprint,
+            "weights": weights_digest(self.target),  # a target that was fine-tuned may keep its fingerprint
             "chat_template": template_sha256(self.encoder.tokenizer),
             "batch_size": self.batch_size,
             "dtype": str(self.target.dtype).removeprefix("torch."),
