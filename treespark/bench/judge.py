@@ -22,7 +22,7 @@ class Place(NamedTuple):
     """Where an output belongs: its prompt's suite and place in it, batch size, repeat, and the arm's name."""
 
     suite: str
-    index: int
+    number: int
     batch_size: int
     repeat: int
     arm: str
@@ -62,14 +62,14 @@ class Judge:
             prompt: What it answers.
             place: Where it belongs.
         """
-        suite, index, size, repeat, arm = place
+        suite, number, size, repeat, arm = place
         if plain is not None:
             seen = compare_outputs(plain, result, near_tie=self.near_tie)
             trial = replace(trial, identical=seen.identical, num_compared=seen.num_compared)
             if not seen.identical and not self.narrow:
                 assert seen.first_difference is not None
-                where = (suite, index, prompt.id, arm, seen.first_difference)
-                self.differences.append(Difference(*where, seen.gap, seen.near_tie, size, repeat))
+                first = (suite, number, prompt.id, arm, seen.first_difference)
+                self.differences.append(Difference(*first, seen.gap, seen.near_tie, size, repeat))
         if not self.narrow:
             return trial
         margins = self._margins(prompt.ids, tuple(result.tokens))
@@ -77,7 +77,7 @@ class Judge:
         if where is None:
             where = self._wrong_end(result.tokens)
         if where is not None:
-            self.misses.append(Miss(suite, index, prompt.id, arm, where, spacings, size, repeat))
+            self.misses.append(Miss(suite, number, prompt.id, arm, where, spacings, size, repeat))
         return replace(
             trial, num_judged=margins.num_tokens, num_near_ties=margins.num_near_ties, margin=margins.largest
         )

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from treespark.drafters.attention import DraftContext
-from treespark.drafters.formats import CheckpointFormat, check_tensors, load_drafter, load_formats
+from treespark.drafters.formats import CheckpointFormat, check_tensors, load_drafter
 from treespark.drafters.proposer import DraftProposer
 from treespark.drafters.reduced import ReducedProposer
-from treespark.registry import Registered
+from treespark.registry import Registered, load_formats
 from treespark.target.linear import apply_head
 from treespark.target.spec import TargetSpec, check_mask_token
 
