@@ -240,3 +240,13 @@ def test_answers_of_one_token(pair: Pair) -> None:
     print_report(results, console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "tau lookup/chain: - (not measured: no answer went on behind its first token)" in text
+
+
+def test_wrong_numbers_are_refused_before_decoding(pair: Pair) -> None:
+    """A negative seed would fail in the intervals, after everything was decoded; an open bracket would be dropped."""
+    arms = make_arms(pair[1], "plain")
+    for wrong in ({"seed": -1}, {"warmup": -1}):
+        with pytest.raises(ValueError, match="seed and warmup must be at least 0"):
+            run(*pair, SUITES, arms, **OPTIONS | wrong)
+    with pytest.raises(ValueError, match="Cannot read the policy"):
+        make_arms(pair[1], "plain", policies="Budgeted(k=2")

@@ -67,6 +67,8 @@ def split_names(text: str | Iterable[str]) -> list[str]:
             if sign == "," and level <= 0:
                 names.append(item[start:index].strip())
                 start = index + 1
+        if level > 0:  # a bracket that nobody closed: whoever reads the name says so
+            names.append(item[start:].strip())
     return [name for name in names if name]
 
 

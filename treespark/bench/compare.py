@@ -95,6 +95,10 @@ def compare(
         FileNotFoundError: For a file that does not exist.
         ValueError: For results that are not comparable and were not allowed to differ, or have nothing in common.
     """
+    if seed < 0:
+        raise ValueError(f"seed must be at least 0, got {seed}.")
+    if output and Path(output).is_dir():
+        raise ValueError(f"output: {output} is a folder; give the name of a file for the comparison.")
     allowed = split_names(allow or [])
     for kind in allowed:
         if kind not in KINDS:
@@ -166,7 +170,7 @@ def _prompts(results: Results) -> dict[tuple[str, int], str]:
 
 def _arms(one: Results, other: Results, arms: str | Sequence[str] | None) -> list[tuple[str, str]]:
     """Returns pairs of arms: the first results' and the second's."""
-    if arms is None:
+    if arms is None or not split_names(arms):
         drafted = [arm["name"] for arm in one.arms if arm["kind"] in ("policy", "lookup")]
         found = [(name, name) for name in drafted if name in other.arm_names]
         if not found:
@@ -272,9 +276,9 @@ def gain_table(comparison: Comparison) -> Table:
             str(gain.batch_size),
             place,
             gain.measure,
-            f"{ratio.value:.3f}",
+            "-" if ratio.value != ratio.value else f"{ratio.value:.3f}",
             f"{ratio.low:.3f} to {ratio.high:.3f}" if ratio.low == ratio.low else "-",
-            f"{100 * (ratio.value - 1):+.1f} %",
+            "-" if ratio.value != ratio.value else f"{100 * (ratio.value - 1):+.1f} %",
             str(ratio.num_prompts),
         )
     return table

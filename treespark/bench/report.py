@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from treespark.bench.results import Results
     from treespark.bench.statistics import Interval
 
-WIDTH = 118  # of a report that does not go to a terminal
+WIDTH = 150  # of a report that does not go to a terminal
 _MAX_LISTED = 20
 _ERROR = "ERROR: this is not greedy decoding of the target. Do not trust the numbers above."
 
@@ -56,8 +56,8 @@ def main_table(results: Results, suite: str | None = None, category: str = "") -
     title = suite or f"mean over {len(names)} suites" + (f", {category}" if category else "")
     count = sum(results.summary(results.arm_names[0], name).num_prompts for name in names)
     table = Table(title=f"{title} ({count} prompts)", title_justify="left")
-    table.add_column("arm", overflow="fold", max_width=34)
-    table.add_column("policy", overflow="fold", max_width=34)
+    table.add_column("arm", overflow="fold", min_width=8, max_width=34)
+    table.add_column("policy", overflow="fold", min_width=8, max_width=34)
     batched, also = results.batch_sizes != [1], bool(results.settings.get("also_simulate"))
     timed = ["single", "system", "request", "x plain", "first tok", "identical"]
     columns = ["batch"] if batched else []

@@ -214,7 +214,7 @@ class Results:
             if arm["kind"] != "policy" or not self.prompts:
                 continue
             summary = self.summary(arm["name"])
-            if summary.num_rounds >= TAU_WARNING_ROUNDS and summary.tau == 1.0:
+            if summary.num_rounds >= TAU_WARNING_ROUNDS and summary.tau == 1.0 and summary.mean_accepted == 0:
                 messages.append(
                     f"{arm['name']}: tau is exactly 1.0 over {summary.num_rounds} rounds, not one drafted token was "
                     "accepted. Probably the checkpoint's slot layout (sample_from_anchor), its tapped layers or its "
@@ -325,6 +325,8 @@ class Results:
             FileNotFoundError: When there is no such file.
             ValueError: When it holds something else, or another version of the layout.
         """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"{path}: no such file of results; `treespark bench --output {path}` writes one.")
         try:
             record = json.loads(Path(path).read_text(encoding="utf-8"))
         except FileNotFoundError as error:

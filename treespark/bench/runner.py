@@ -91,6 +91,8 @@ def run(
         raise ValueError(
             f"Expected different batch sizes and repeats of at least 1, got {list(batch_sizes)} and {repeats}."
         )
+    if seed < 0 or warmup < 0:
+        raise ValueError(f"seed and warmup must be at least 0, got {seed} and {warmup}.")
     if simulated and (list(batch_sizes) != [1] or repeats > 1 or also_simulate):
         raise ValueError(
             "Simulated rounds are neither batched nor timed: leave out batch_sizes, repeats and also_simulate."
