@@ -37,7 +37,7 @@ class BestFirst(Budgeted):
         b: Intercept of the calibration.
         theta: θ, the smallest path mass of a packed node, from 0 to below 1.
         cost: File of a cost profile (`treespark bench --profile`), which takes the place of θ. Masses are expected
-            tokens only where a and b are fitted. In training the rows of a chunk count as the batch.
+            tokens only where a and b are fitted. Training and simulated rounds take the costs of a single request.
 
     Raises:
         ValueError: For an option out of range.
@@ -81,25 +81,27 @@ class BestFirst(Budgeted):
         """Builds the tree depth by depth, and with a cost profile cuts each row's to the size that pays."""
         tree = super().build(proposer, generator=generator)
         costs = self._read_costs()
-        return tree if costs is None else self._cut(tree, costs)
+        return tree if costs is None else self._cut(tree, costs, getattr(proposer, "num_requests", 1))
 
     def _read_costs(self) -> CostModel | None:
         if self.cost is not None and self._costs is None:
             self._costs = CostModel.load(self.cost)
         return self._costs
 
-    def _cut(self, tree: CandidateTree, costs: CostModel) -> CandidateTree:
+    def _cut(self, tree: CandidateTree, costs: CostModel, requests: int) -> CandidateTree:
         """Keeps each row's first nodes in the order of packing, as many as give the most tokens per second."""
         scores, most = tree.scores.detach(), min(self.num_draft_nodes, tree.scores.shape[1] - 1)
-        rows, device = len(scores), scores.device
-        if (rows, device) not in self._seconds:
+        device = scores.device
+        if (requests, device) not in self._seconds:
             sizes = range(self.num_draft_nodes + 1)
-            seconds = [costs.round_seconds(rows, size) for size in sizes]
-            self._seconds[rows, device] = torch.tensor(seconds, dtype=torch.float64, device=device)
+            seconds = [costs.round_seconds(requests, size) for size in sizes]
+            self._seconds[requests, device] = torch.tensor(seconds, dtype=torch.float64, device=device)
         ranked = scores[:, 1:].sort(dim=1, descending=True, stable=True)
         masses = ranked.values[:, :most].double().exp().nan_to_num(0.0)
         expected = 1 + torch.cat([torch.zeros_like(masses[:, :1]), masses.cumsum(1)], 1)  # [M, most + 1] tokens
-        best = (expected / self._seconds[rows, device][: most + 1]).argmax(1, keepdim=True)  # ties: the smaller tree
+        best = (expected / self._seconds[requests, device][: most + 1]).argmax(
+            1, keepdim=True
+        )  # ties: the smaller tree
         kept = torch.arange(scores.shape[1] - 1, device=device) < best
         kept = torch.zeros_like(tree.exists).scatter_(1, ranked.indices + 1, kept)
         kept[:, 0] = True

@@ -38,7 +38,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def repeated(proposer: TableProposer, times: int) -> TableProposer:
-    return TableProposer(proposer.table.repeat(times, 1, 1, 1), proposer.root_tokens.repeat(times))
+    found = TableProposer(proposer.table.repeat(times, 1, 1, 1), proposer.root_tokens.repeat(times))
+    found.num_requests = len(found.root_tokens)  # type: ignore[attr-defined]
+    return found
 
 
 @given(seed=seeds, rows=st.sampled_from([1, 2, 5]))
@@ -73,6 +75,17 @@ def test_trees_shrink_as_the_load_grows(files: dict[str, str], seed: int) -> Non
     policy = BestFirst(3, 32, cost=files["load"])
     sizes = [int(policy.build(repeated(one, rows)).pack().num_nodes[0]) for rows in (1, 2, 4, 16, 64)]
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] < sizes[0]
+
+
+@given(seed=seeds)
+def test_anchors_side_by_side_are_no_load(files: dict[str, str], seed: int) -> None:
+    """In training and simulation rows are anchors: each gets the tree that it gets alone, whatever the chunk."""
+    proposer, policy = random_proposer(seed), BestFirst(3, 32, cost=files["load"])
+    whole = policy.build(proposer).pack()
+    for row in range(len(proposer.root_tokens)):
+        part = slice(row, row + 1)
+        alone = policy.build(TableProposer(proposer.table[part], proposer.root_tokens[part])).pack()
+        assert paths(alone, 0) == paths(whole, row)
 
 
 @given(seed=seeds)

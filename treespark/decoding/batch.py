@@ -231,6 +231,7 @@ class BatchDecoding:
         hidden = self.drafter.draft(self.context, anchors, positions, seen)  # [n, 1, K, H]
         self._lap("draft", requests)
         proposer = self.drafter.propose(hidden.flatten(0, 1), anchors[:, 0])
+        proposer.num_requests = len(requests)
         proposer.prepare()
         self._lap("head", requests)
         packed = self.policy.build(proposer, generator=self.generator).pack()

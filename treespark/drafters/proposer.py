@@ -36,6 +36,7 @@ class DraftProposer:
 
     Attributes:
         differentiable: Whether gradients were enabled when it was made; its logits then have one, whoever asks first.
+        num_requests: Requests that decode side by side, which a policy may mind; 1 where the rows are anchors.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class DraftProposer:
         draft_ids: Tensor | None = None,
         vocab_size: int = 0,
     ) -> None:
-        self.hidden, self.root_tokens = hidden, root_tokens
+        self.hidden, self.root_tokens, self.num_requests = hidden, root_tokens, 1
         self._draft_ids, self._vocab_size = draft_ids, vocab_size
         self._head, self._markov, self._confidence = head, markov, confidence
         self.differentiable = torch.is_grad_enabled()
