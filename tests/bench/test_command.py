@@ -98,6 +98,10 @@ def test_end_to_end(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
         "num_compared_tokens": sum(t["num_compared"] for p in record["prompts"] for t in p["trials"].values()),
         "num_differences": 0,
         "allowed_differences": 0,
+        "num_judged_tokens": 0,
+        "num_near_ties": 0,
+        "largest_margin": None,
+        "num_misses": 0,
     }
     assert record["seed"] == 3 and record["dtype"] == "float64" and record["argv"]
     assert {"python", "torch", "transformers", "treespark"} <= record["versions"].keys()

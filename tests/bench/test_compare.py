@@ -153,4 +153,7 @@ def test_command_line(two: Any, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert dispatch(["compare", *paths]) == 1
     assert "treespark compare: " in (said := capsys.readouterr().err) and "--allow dtype" in said
     assert dispatch(["compare", paths[0], "absent.json"]) == 1
-    assert "absent.json: no such file. `treespark bench --output FILE` writes results." in capsys.readouterr().err
+    assert (
+        "absent.json: no such file of results; `treespark bench --output absent.json` writes one."
+        in capsys.readouterr().err
+    )

@@ -277,9 +277,7 @@ def test_names_that_are_no_checkpoint() -> None:
 
 
 def test_warm_start_of_a_training(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """init_from gives the saved function, also of a hub id's revision; both starts at once are refused, and a reduced
-    vocabulary.
-    """
+    """init_from gives the saved function, also of a hub id's revision; two starts at once are refused."""
     run.module.drafter.save_pretrained(tmp_path / "a")
     module = run.make(seed=5, init_from=str(tmp_path / "a"))
     for key, value in run.module.drafter.trainable_state_dict().items():
@@ -302,7 +300,3 @@ def test_warm_start_of_a_training(run: Run, tmp_path: Path, monkeypatch: pytest.
     assert torch.equal(layers.state_dict()["norm.weight"], run.target.final_norm())
     with pytest.raises(ValueError, match="not both"):
         run.make(init_from="a", init_from_target_layers=[1])
-    build = lambda spec: DSparkDrafter(spec, draft_vocab_size=9, **OPTIONS)  # noqa: E731
-    module = DraftingModule("target", build, POLICY, [CrossEntropy()])
-    with pytest.raises(ValueError, match="reduced vocabulary cannot be trained"):
-        module.compose(run.target)
