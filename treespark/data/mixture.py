@@ -205,10 +205,10 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
 
 
 def largest_shares(weights: Sequence[float], available: Sequence[int]) -> list[int]:
-    """The largest numbers in the ratio of the weights that are all available.
+    """The shares of the largest total, rounded to whole prompts, that are all available.
 
-    >>> largest_shares([3, 1], [100, 20])
-    [60, 20]
+    >>> largest_shares([3, 1], [100, 20])  # of 82, 61.5 and 20.5
+    [62, 20]
     """
     # Rounding takes less than one prompt more or less than the exact share.
     total = int(min((count + 1) * sum(weights) / weight for count, weight in zip(available, weights, strict=True)))
