@@ -108,7 +108,8 @@ def _load(drafter: DSparkDrafter, state: dict[str, Tensor], head_dim: int) -> li
             elif theirs is not None and head_dim != drafter.head_dim and _queries_keys(key):
                 theirs = None
             if theirs is None or theirs.shape != mine.shape:
-                missing[_short(key, whole_layer=key not in state)] = None
+                layer = ".".join(key.split(".")[:2]) + "."
+                missing[_short(key, whole_layer=not any(name.startswith(layer) for name in state))] = None
             else:
                 mine.copy_(theirs)  # the state dictionary shares the parameters' memory
     return sorted(missing)
