@@ -23,7 +23,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # used from a checkout
 
 from benchmarks.checks import Outcome, Skipped, run_checks
-from benchmarks.random_training import Sizes, backward, make_batch, make_module, make_target, trainable
+from benchmarks.random_training import Sizes, backward, make_batch, make_module, make_target
 from treespark.data import MicroBatch
 from treespark.drafters.attention import flex_runs
 from treespark.module import DraftingModule
@@ -61,7 +61,7 @@ def losses_and_gradients(run: Run, device: torch.device, bf16: bool) -> tuple[Te
     features.context, features.final = (torch.randn(*shape, generator=generator).to(device) for shape in shapes)
     with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
         value = backward(module, make_batch(sizes, device), features)
-    gradients = [p.grad for p in trainable(module.drafter) if p.grad is not None]
+    gradients = [p.grad for p in module.drafter.trainable_parameters() if p.grad is not None]
     return value.values.cpu().double(), torch.cat([g.detach().cpu().double().flatten() for g in gradients])
 
 
@@ -160,7 +160,7 @@ def backbones(run: Run, sizes: Sizes, dtype: torch.dtype, first: dict[str, Any],
             return states.detach()
 
         states = once()
-        gradients = [p.grad.flatten() for p in trainable(module.drafter) if p.grad is not None]
+        gradients = [p.grad.flatten() for p in module.drafter.trainable_parameters() if p.grad is not None]
         results.append((states.double().flatten().cpu(), torch.cat(gradients).double().cpu()))
         if run.is_cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -203,14 +203,14 @@ def check_step(run: Run, compiled: bool) -> Outcome:
         torch.cuda.reset_peak_memory_stats()
     module = make_module(sizes, make_target(sizes, torch.bfloat16, run.device), compile=compiled)
     batch = make_batch(sizes, run.device)
-    optimizer = torch.optim.AdamW(trainable(module.drafter), lr=1e-4)
+    optimizer = torch.optim.AdamW(module.drafter.trainable_parameters(), lr=1e-4)
     values = []
 
     def once() -> None:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(run.device.type, torch.bfloat16):
             values.append(backward(module, batch).values)
-        norm = torch.nn.utils.clip_grad_norm_(trainable(module.drafter), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(module.drafter.trainable_parameters(), 1.0)
         optimizer.step()
         assert torch.isfinite(norm), "the gradients are not finite"
 

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # used from a chec
 
 from benchmarks.checks import Outcome, run_checks
 from benchmarks.decode_round import measure, prompts, start
+from benchmarks.random_training import Shape, make_target
 from treespark.decoding import compare_outputs, decode_batch, decode_plain, text_margins
 from treespark.drafters import Drafter, DSparkDrafter
 from treespark.policies import BestFirst, Budgeted, Chain, DDTree, TreePolicy
@@ -31,18 +32,9 @@ BATCH_SIZES = (1, 6, 12, 36)
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """A Qwen3 target with random weights, its drafter, and how long texts are."""
+class Sizes(Shape):
+    """A target and its drafter, and how long texts are."""
 
-    vocab: int
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    draft_layers: int
-    rank: int
     context: int
     new_tokens: int
     rounds: int
@@ -61,35 +53,12 @@ class Run:
 
     def models(self, dtype: torch.dtype, vocab: int | None = None) -> tuple[Target, Drafter]:
         """Returns a random target and a random drafter for it; fewer tokens than the model's let drafts be accepted."""
-        from transformers import Qwen3Config, Qwen3ForCausalLM
-
         sizes = self.sizes if vocab is None else replace(self.sizes, vocab=vocab)
-        config = Qwen3Config(
-            vocab_size=sizes.vocab,
-            hidden_size=sizes.hidden,
-            intermediate_size=sizes.intermediate,
-            num_hidden_layers=sizes.layers,
-            num_attention_heads=sizes.heads,
-            num_key_value_heads=sizes.kv_heads,
-            head_dim=sizes.head_dim,
-            max_position_embeddings=8192,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=2,
-            pad_token_id=0,
-        )
-        torch.manual_seed(0)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)  # 4 billion parameters are never held in float32 for a bfloat16 target
-        try:
-            with self.device:
-                model: Any = Qwen3ForCausalLM(config)
-                target = Target(model, name="random")
-                drafter = DSparkDrafter(
-                    target.spec, num_layers=sizes.draft_layers, markov_rank=sizes.rank, head_dim_ratio=1.5
-                )
-        finally:
-            torch.set_default_dtype(before)
+        target = make_target(sizes, dtype, self.device)
+        with self.device:
+            drafter = DSparkDrafter(
+                target.spec, num_layers=sizes.draft_layers, markov_rank=sizes.rank, head_dim_ratio=1.5
+            )
         assert drafter.markov is not None
         torch.nn.init.normal_(drafter.markov.markov_w2.weight, std=0.02)
         drafter.bind(target)

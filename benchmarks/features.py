@@ -46,7 +46,7 @@ class Stepper:
 
     def __init__(self, module: DraftingModule, device: torch.device) -> None:
         self.module, self.device = module, device
-        self.parameters = [parameter for parameter in module.drafter.parameters() if parameter.requires_grad]
+        self.parameters = module.drafter.trainable_parameters()
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4)
 
     def step(self, batch: list[MicroBatch], source: FeatureSource) -> tuple[float, float]:

@@ -8,10 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from treespark.data import MicroBatch
-from treespark.drafters import Drafter, DSparkDrafter
+from treespark.drafters import DSparkDrafter
 from treespark.losses import L1, Confidence, Coverage, CrossEntropy, Survival
 from treespark.module import DraftingModule
 from treespark.objective import ObjectiveValue
@@ -20,8 +19,8 @@ from treespark.target import Target
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """A Qwen3 target with random weights, its drafter, and one micro-batch."""
+class Shape:
+    """A Qwen3 target with random weights, and its drafter."""
 
     vocab: int
     hidden: int
@@ -32,6 +31,12 @@ class Sizes:
     head_dim: int
     draft_layers: int
     rank: int
+
+
+@dataclass(frozen=True)
+class Sizes(Shape):
+    """These, and one micro-batch."""
+
     block_size: int
     tokens: int
     anchors: int
@@ -39,7 +44,7 @@ class Sizes:
     nodes: int
 
 
-def make_target(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Target:
+def make_target(sizes: Shape, dtype: torch.dtype, device: torch.device) -> Target:
     """Returns a random target on a device; on the CPU the same weights for the same sizes."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -88,15 +93,10 @@ def make_module(sizes: Sizes, target: Target, **drafter: Any) -> DraftingModule:
     module.open_features(None)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in trainable(module.drafter):
+        for parameter in module.drafter.trainable_parameters():
             if parameter.dim() > 1:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / math.sqrt(parameter.shape[1]))
     return module.to(target.device)
-
-
-def trainable(drafter: Drafter) -> list[Tensor]:
-    """Returns the parameters that training moves."""
-    return [parameter for parameter in drafter.parameters() if parameter.requires_grad]
 
 
 def make_batch(sizes: Sizes, device: torch.device) -> MicroBatch:
@@ -124,7 +124,7 @@ def backward(module: DraftingModule, batch: MicroBatch, features: Any = None) ->
     """Runs one training step up to the gradients; features are the target's if none are given."""
     labels = module._labels(batch)
     found = module._features(batch) if features is None else features
-    parameters = trainable(module.drafter)
+    parameters = module.drafter.trainable_parameters()
     value = module.objective([module._draft(batch, labels, found)], parameters, labels=[labels])
     value.loss.backward()
     return value

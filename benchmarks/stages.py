@@ -195,7 +195,7 @@ def whole_step(case: str, options: Options, target: Any) -> Callable[[], None]:
     if module.drafter.markov is not None:
         torch.nn.init.normal_(module.drafter.markov.markov_w2.weight, std=options.spread / options.rank**0.5)
         torch.nn.init.normal_(module.drafter.markov.markov_w1.weight)
-    parameters = [parameter for parameter in module.drafter.parameters() if parameter.requires_grad]
+    parameters = module.drafter.trainable_parameters()
     optimizer = torch.optim.AdamW(parameters, lr=1e-6)
     length, anchors = options.length, options.anchors
     flags = torch.ones(1, length, dtype=torch.bool)

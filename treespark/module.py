@@ -166,7 +166,7 @@ class DraftingModule(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW with a linear warm-up and a cosine to 0 over all optimiser steps of the run, in closed form."""
-        parameters = [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
+        parameters = self.drafter.trainable_parameters()
         optimizer = torch.optim.AdamW(
             parameters, lr=self.learning_rate, betas=self.betas, weight_decay=self.weight_decay
         )
@@ -223,7 +223,7 @@ class DraftingModule(LightningModule):
         pairs = zip(batch, labels, strict=True)
         value = self.objective(
             (self._draft(micro_batch, item, self._features(micro_batch)) for micro_batch, item in pairs),
-            [parameter for parameter in self.drafter.parameters() if parameter.requires_grad],
+            self.drafter.trainable_parameters(),
             labels=labels,
             reduce=lambda tensor: self.trainer.strategy.reduce(tensor, reduce_op="sum"),
             world_size=self.trainer.world_size,

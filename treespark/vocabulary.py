@@ -35,9 +35,9 @@ def choose_tokens(drafter: Drafter, target: Target, data: Any) -> None:
     Raises:
         ValueError: When the data cannot count its tokens.
     """
-    size = getattr(drafter, "draft_vocab_size", None)
-    if size is None or data is None:
+    if drafter.draft_ids is None or data is None:
         return
+    size = len(drafter.draft_ids)
     count = getattr(data, "token_counts", None)
     if count is None:
         raise ValueError(

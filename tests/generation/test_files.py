@@ -10,20 +10,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.answering import PROMPTS, read, run, save_tiny_target, write
+from tests.answering import PROMPTS, read, run, write
 from treespark.data.answers import AnswerStore
 from treespark.generation.local import LocalBackend
 from treespark.target import Target
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_target(tmp_path_factory.mktemp("target"), seed=0)
-
-
-@pytest.fixture
-def prompts(tmp_path: Path) -> str:
-    return write(tmp_path / "prompts.jsonl", PROMPTS)
 
 
 def test_a_complete_output_is_reused_and_other_arguments_are_an_error(

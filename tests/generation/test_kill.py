@@ -12,18 +12,13 @@ from typing import Any
 
 import pytest
 
-from tests.answering import PROMPTS, run, save_drafter, save_tiny_target, write
+from tests.answering import PROMPTS, run, save_drafter, write
 from tests.openai_server import OpenAIServer
 from treespark.generation import generate
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system has no SIGKILL")
 KILLS = 10
 DEADLINE = 300.0  # seconds
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_target(tmp_path_factory.mktemp("target"), seed=0)
 
 
 @pytest.fixture(scope="module")

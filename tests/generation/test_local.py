@@ -17,16 +17,6 @@ from treespark.generation.local import LocalBackend
 from treespark.target import Target
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_target(tmp_path_factory.mktemp("target"), seed=0)
-
-
-@pytest.fixture
-def prompts(tmp_path: Path) -> str:
-    return write(tmp_path / "prompts.jsonl", PROMPTS)
-
-
 @pytest.mark.parametrize("batch_size", [1, 3, 50])
 def test_answers_equal_greedy_decoding_one_by_one(target: str, prompts: str, tmp_path: Path, batch_size: int) -> None:
     """float64: neighbours change no token; lines keep order and fields; both finish reasons occur."""

@@ -23,11 +23,6 @@ from treespark.generation.client import base_url
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_target(tmp_path_factory.mktemp("target"), seed=0)
-
-
-@pytest.fixture(scope="module")
 def running(target: str) -> Iterator[OpenAIServer]:
     found = OpenAIServer(target)
     yield found
@@ -47,11 +42,6 @@ def local(target: str, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     folder = tmp_path_factory.mktemp("local")
     run(target, write(folder / "prompts.jsonl", PROMPTS), folder / "out.jsonl", batch_size=8)
     return (folder / "out.jsonl").read_bytes()
-
-
-@pytest.fixture
-def prompts(tmp_path: Path) -> str:
-    return write(tmp_path / "prompts.jsonl", PROMPTS)
 
 
 def ask(of: OpenAIServer, prompts: str, output: Path, target: str | None = None, **options: Any) -> GenerationSummary:

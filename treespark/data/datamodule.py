@@ -151,11 +151,8 @@ class DraftingData(LightningDataModule):
         """How often each token is supervised in the training data: [V]; None without such data."""
         if not self.train:
             return None
-        counts = torch.zeros(vocab_size, dtype=torch.long)
-        for sample in self.samples("train"):
-            for start, stop in sample.spans:
-                counts += torch.bincount(sample.ids[start:stop].long(), minlength=vocab_size)
-        return counts
+        parts = [sample.ids[start:stop] for sample in self.samples("train") for start, stop in sample.spans]
+        return torch.bincount(torch.cat(parts), minlength=vocab_size)
 
     def samples(self, role: str) -> Sequence[Sample]:
         """The tokenised samples of ``"train"``, ``"val"`` or ``"test"``, read once.

@@ -16,7 +16,7 @@ from treespark.module import DraftingModule
 
 def train_once(module: DraftingModule, batch: MicroBatch, optimizer: torch.optim.Optimizer) -> float:
     """Takes one optimiser step on one micro-batch and returns its seconds."""
-    parameters = [parameter for parameter in module.drafter.parameters() if parameter.requires_grad]
+    parameters = module.drafter.trainable_parameters()
     _wait(module.device)
     start = time.perf_counter()
     labels = module._labels(batch)
@@ -43,7 +43,7 @@ def examine_step(
         num_processes: Of the run; their communication is not measured.
     """
     with report.guard("step"):
-        parameters = [parameter for parameter in module.drafter.parameters() if parameter.requires_grad]
+        parameters = module.drafter.trainable_parameters()
         optimizer = torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0)
         train_once(module, batch, optimizer)
         seconds = micro_batches * train_once(module, batch, optimizer)

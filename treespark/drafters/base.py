@@ -164,6 +164,10 @@ class Drafter(nn.Module, Registered, ABC, kind="drafter"):
         weight = self.lm_head.weight
         return apply_head(hidden.to(weight.dtype), weight)
 
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters that training moves."""
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
+
     def trainable_state_dict(self) -> dict[str, Tensor]:
         """Returns every tensor but the target's embedding and head."""
         return {key: value for key, value in self.state_dict().items() if not key.startswith(FROZEN_PREFIXES)}

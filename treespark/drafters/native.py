@@ -48,10 +48,12 @@ class FlatFormat(CheckpointFormat):
     Attributes:
         ignored_tensors: Prefixes of tensors that need not be read.
         block_attentions: What the format's readers understand.
+        holds_embeddings: Whether a file may hold the target's embedding and head.
     """
 
     ignored_tensors: ClassVar[tuple[str, ...]] = ("rotary_emb.",)
     block_attentions: ClassVar[tuple[str, ...]] = ("bidirectional",)
+    holds_embeddings: ClassVar[bool] = True
 
     @abstractmethod
     def describe(self, drafter: DSparkDrafter) -> dict[str, Any]:
@@ -103,6 +105,7 @@ class FlatFormat(CheckpointFormat):
                 f"The {self.name or type(self).__name__} layout cannot say block_attention: {drafter.block_attention}, "
                 "and its readers would assume bidirectional blocks. Save it in the deepspec layout."
             )
+        embeddings = embeddings and self.holds_embeddings
         if embeddings and not drafter.is_bound:
             raise ValueError("The checkpoint holds the target's embedding and head: call drafter.bind(target) first.")
         config = self.describe(drafter) | {

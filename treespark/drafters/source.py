@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from treespark.drafters.base import EXTRA_FIELDS, Drafter
+from treespark.drafters.formats import check_tensors
 from treespark.registry import load_all
 from treespark.target.loading import template_sha256
 
@@ -154,9 +155,6 @@ def _without_memory(config: dict[str, Any], spec: TargetSpec, held: dict[str, Te
     Raises:
         ValueError: When they differ: options that claim sizes which no file has cost neither time nor memory.
     """
-    from treespark.drafters import Drafter
-    from treespark.drafters.formats import check_tensors
-
     options = dict(config["init_args"]) | {"target": spec}
     layers = len({key.split(".")[1] for key in held if key.startswith("layers.")})
     for name, most in (("num_layers", layers), ("block_size", _MOST_DEPTHS)):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from treespark.drafters import Drafter, DSparkDrafter
+from treespark.drafters import DSparkDrafter
 from treespark.drafters.fields import Fields
 from treespark.drafters.native import FlatFormat, backbone_options, head_options, qwen3_config, target_spec
 from treespark.export.dflash import DFlashFormat, block_depths, slot_layout
@@ -22,6 +20,7 @@ class SpecForgeFormat(FlatFormat):
 
     name = "specforge"
     architectures = ("DSparkDraftModel",)
+    holds_embeddings = False
 
     def parse(self, fields: Fields) -> tuple[TargetSpec, dict[str, Any]]:
         """See the base class."""
@@ -65,16 +64,3 @@ class SpecForgeFormat(FlatFormat):
                 "confidence_head_with_markov": drafter.confidence_with_markov,
             },
         }
-
-    def save(
-        self,
-        drafter: Drafter,
-        directory: Path,
-        tree_policy: dict[str, Any] | None,
-        extra: dict[str, Any],
-        *,
-        embeddings: bool = True,
-        files: Mapping[str, str] | None = None,
-    ) -> None:
-        """Writes the folder; this layout never holds the target's embedding and head."""
-        super().save(drafter, directory, tree_policy, extra, embeddings=False, files=files)
