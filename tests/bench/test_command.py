@@ -106,9 +106,14 @@ def test_end_to_end(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
     assert record["seed"] == 3 and record["dtype"] == "float64" and record["argv"]
     assert {"python", "torch", "transformers", "treespark"} <= record["versions"].keys()
     assert {"cpu", "accelerators", "num_threads", "device"} <= record["hardware"].keys()
-    assert record["target"]["fingerprint"] == files.target.spec.fingerprint == record["drafter"]["target_fingerprint"]
-    assert record["drafter"]["recorded_policy"] == RECORDED and record["drafter"]["path"] == files.drafter
-    assert len(record["drafter"]["sha256"]) == 64 and record["drafter"]["config"]["class_path"] == "DSparkDrafter"
+    assert (
+        record["target"]["fingerprint"] == files.target.spec.fingerprint == record["drafters"][""]["target_fingerprint"]
+    )
+    assert record["drafters"][""]["recorded_policy"] == RECORDED and record["drafters"][""]["path"] == files.drafter
+    assert (
+        len(record["drafters"][""]["sha256"]) == 64
+        and record["drafters"][""]["config"]["class_path"] == "DSparkDrafter"
+    )
     assert [suite["num_prompts"] for suite in record["suites"]] == [3, 1]
     assert all(len(suite["sha256"]) == 64 for suite in record["suites"])
     assert [arm["marked"] for arm in record["arms"]] == [False, True, False, True]

@@ -32,13 +32,13 @@ def results(seconds: dict[str, float], accepted: int = 1, width: int = 8, **chan
         for index in range(2)
     ]
     found = Results(
-        arms=[{"name": "tree", "kind": "policy", "policy": TREE, "description": "", "marked": False}],
+        arms=[{"name": "tree", "kind": "policy", "policy": TREE, "description": "", "marked": False, "drafter": ""}],
         suites=[{"name": n, "category": c, "num_prompts": 2} for n, c in (("a", "general"), ("b", "writing"))],
         depths=3,
         prompts=prompts,
         settings={"max_new_tokens": 8, "batch_sizes": [1]},
         target={"name": "t", "fingerprint": "f"},
-        drafter={"config": {"head_dim": width}, "path": "d"},
+        drafters={"": {"config": {"head_dim": width}, "path": "d"}},
         hardware={"cpu": "c"},
     )
     return dataclasses.replace(found, **changes)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from treespark.policies import Budgeted, Chain, TreePolicy, parse
 from treespark.registry import unknown
@@ -12,7 +12,7 @@ from treespark.registry import unknown
 if TYPE_CHECKING:
     from treespark.drafters import Drafter
 
-MODES = ("plain", "chain", "tree", "generate", "lookup")
+MODES = ("plain", "chain", "tree", "recorded", "generate", "lookup")
 LOOKUP_TOKENS = 10
 
 
@@ -21,11 +21,12 @@ class Arm:
     """One way of decoding.
 
     Attributes:
-        name: The mode's name, or the policy as a call.
+        name: The mode's name, or the policy as a call; behind the drafter's name where several are compared.
         policy: Tree policy; None decodes without a drafter.
         marked: Whether it is another policy than the one that the drafter was trained under.
         baseline: Without a policy: "plain" in our loop, or "generate" and "lookup" by `transformers`.
         lookup_tokens: Tokens that prompt lookup drafts at most.
+        drafter: Name of its drafter among several; empty for the only one, and without a policy.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Arm:
     marked: bool = False
     baseline: str = "plain"
     lookup_tokens: int = LOOKUP_TOKENS
+    drafter: str = ""
 
     @property
     def kind(self) -> str:
@@ -73,7 +75,7 @@ def split_names(text: str | Iterable[str]) -> list[str]:
 
 
 def make_arms(
-    drafter: Drafter,
+    drafter: Drafter | Mapping[str, Drafter],
     modes: str | Sequence[str] = MODES[:3],
     policies: str | Sequence[str | TreePolicy] | None = None,
     budgets: Sequence[int] = (),
@@ -82,35 +84,61 @@ def make_arms(
     """Builds the arms of a benchmark.
 
     `tree` is the policy that was recorded with the drafter. For a drafter that was trained under the chain, or without
-    a record, it is `Budgeted(k=4, num_draft_nodes=32)`, unless `policies` names other trees. Each entry of `policies`
-    adds an arm, and so does each of `budgets` for every tree with a budget, except where an arm has the same policy
-    already.
+    a record, it is `Budgeted(k=4, num_draft_nodes=32)`, unless `policies` names other trees. `recorded` is the recorded
+    policy, tree or chain. Each entry of `policies` adds an arm, and so does each of `budgets` for every tree with a
+    budget, except where an arm of the drafter has the same policy already.
 
     Args:
-        drafter: The drafter.
-        modes: Some of plain, chain, tree, generate and lookup; a list or comma-separated.
+        drafter: The drafter, or several by their names; then each has its arms, called `name/tree` and so on.
+        modes: Some of plain, chain, tree, recorded, generate and lookup; a list or comma-separated.
         policies: Policies, as objects or as text.
         budgets: Values of num_draft_nodes.
         lookup_tokens: Tokens that prompt lookup drafts at most.
 
     Raises:
-        ValueError: For an unknown mode or policy, a policy out of range for the drafter, no tree for the budgets, or no
-            arm at all.
+        ValueError: For an unknown mode or policy, a policy out of range for the drafter, `recorded` for a drafter
+            without a record, no tree for the budgets, or no arm at all.
     """
     if lookup_tokens < 1:
         raise ValueError(f"lookup_tokens must be at least 1, got {lookup_tokens}.")
-    recorded = TreePolicy.from_config(drafter.recorded_policy) if drafter.recorded_policy else None
     entries: list[str | TreePolicy] = []
     for entry in [policies] if isinstance(policies, str) else policies or []:
         entries.extend([entry] if isinstance(entry, TreePolicy) else split_names(entry))
-    wanted: list[tuple[str, TreePolicy | None]] = []
-    for mode in split_names(modes):
-        if mode in ("plain", "generate", "lookup"):
-            wanted.append((mode, None))
-        elif mode == "chain":
+    words = list(dict.fromkeys(split_names(modes)))
+    for word in words:
+        if word not in MODES:
+            raise unknown("mode", word, MODES)
+    without = [word for word in words if word in ("plain", "generate", "lookup")]
+    arms = [Arm(word, baseline=word, lookup_tokens=lookup_tokens) for word in without]
+    drafted = [word for word in words if word not in without]
+    several = drafter if isinstance(drafter, Mapping) else {"": drafter}
+    for name, item in several.items():
+        arms += _drafted_arms(name, item, drafted, entries, budgets)
+    if budgets and not any("num_draft_nodes" in _options(arm.policy) for arm in arms if arm.policy is not None):
+        raise ValueError("budgets needs a tree with num_draft_nodes: add tree to --modes, or a policy to --policies.")
+    # Those of a single drafter as the modes were named; else what has no drafter comes first.
+    arms.sort(key=lambda arm: words.index(arm.name) if arm.name in words else len(words))
+    if not arms:
+        raise ValueError(f"Nothing to evaluate: no mode given. Choose among {', '.join(MODES)}.")
+    return arms
+
+
+def _drafted_arms(
+    name: str, drafter: Drafter, modes: Sequence[str], entries: Sequence[str | TreePolicy], budgets: Sequence[int]
+) -> list[Arm]:
+    """Returns the arms of one drafter."""
+    recorded = TreePolicy.from_config(drafter.recorded_policy) if drafter.recorded_policy else None
+    wanted: list[tuple[str, TreePolicy]] = []
+    for mode in modes:
+        if mode == "chain":
             wanted.append((mode, Chain()))
-        elif mode != "tree":
-            raise unknown("mode", mode, MODES)
+        elif mode == "recorded":
+            if recorded is None:
+                raise ValueError(
+                    f"No policy is recorded with {f'the drafter {name!r}' if name else 'this drafter'}: name chain, "
+                    "tree or --policies in the place of recorded."
+                )
+            wanted.append((mode, recorded))
         elif recorded is not None and not isinstance(recorded, Chain):
             wanted.append((mode, recorded))
         elif not entries:
@@ -118,34 +146,32 @@ def make_arms(
     for entry in entries:
         named = parse(entry) if isinstance(entry, str) else entry
         wanted.append((Arm("", named).description, named))
-    wanted += [("", policy) for policy in _sweep([policy for _, policy in wanted if policy is not None], budgets)]
+    for policy in _sweep([policy for _, policy in wanted], budgets):
+        wanted.append((Arm("", policy).description, policy))
     arms: list[Arm] = []
-    for name, policy in wanted:
-        if policy is None:
-            if name not in [arm.name for arm in arms]:
-                arms.append(Arm(name, baseline=name, lookup_tokens=lookup_tokens))
-            continue
-        config = policy.config()
-        if any(arm.policy is not None and config == arm.policy.config() for arm in arms):
+    for label, policy in wanted:
+        if any(arm.policy is not None and policy.config() == arm.policy.config() for arm in arms):
             continue
         policy.check(drafter.block_size, drafter.spec.vocab_size)
-        marked = recorded is not None and config != recorded.config()
-        arms.append(Arm(name or Arm("", policy).description, policy, marked))
-    if not arms:
-        raise ValueError(f"Nothing to evaluate: no mode given. Choose among {', '.join(MODES)}.")
+        marked = recorded is not None and policy.config() != recorded.config()
+        arms.append(Arm(f"{name}/{label}" if name else label, policy, marked, drafter=name))
     return arms
+
+
+def _options(policy: TreePolicy) -> dict[str, Any]:
+    options: dict[str, Any] = policy.config()["init_args"]
+    return options
 
 
 def _sweep(policies: Sequence[TreePolicy], budgets: Sequence[int]) -> list[TreePolicy]:
     """Returns every policy that has a budget under each of the budgets."""
     found: list[TreePolicy] = []
     for policy in policies:
-        config = policy.config()
-        if "num_draft_nodes" not in config["init_args"]:
-            continue
-        for budget in budgets:
-            options = config["init_args"] | {"num_draft_nodes": budget}
-            found.append(TreePolicy.from_config({"class_path": config["class_path"], "init_args": options}))
-    if budgets and not found:
-        raise ValueError("budgets needs a tree with num_draft_nodes: add tree to --modes, or a policy to --policies.")
+        if "num_draft_nodes" in _options(policy):
+            for budget in budgets:
+                config = {
+                    "class_path": policy.config()["class_path"],
+                    "init_args": _options(policy) | {"num_draft_nodes": budget},
+                }
+                found.append(TreePolicy.from_config(config))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from time import monotonic
@@ -14,7 +15,7 @@ _SAVE_EVERY = 20.0  # seconds between saves of unfinished results
 
 
 def bench(
-    drafter: str,
+    drafter: str | list[str],
     suites: str | list[str],
     target: str | None = None,
     modes: str | list[str] = "plain,chain,tree",
@@ -42,13 +43,15 @@ def bench(
     """Compares plain, chain and tree decoding: acceptance length, speed, and whether the text is the same.
 
     Args:
-        drafter: Folder or hub id of a drafter, or a checkpoint file (.ckpt) of `treespark fit`.
+        drafter: Folder or hub id of a drafter, or a checkpoint file (.ckpt) of `treespark fit`; or several drafters of
+            the same target as name=folder, separated by commas, whose arms are then called name/tree and so on.
         suites: Prompt files (JSONL; lines with prompt, messages or turns), folders of such files, or YAML files that
             name suites (recipes/suites/paper.yaml), several separated by commas.
         target: The target model; by default the one that is recorded with the drafter.
-        modes: Some of plain, chain, tree, generate and lookup. The tree is the policy recorded with the drafter, or
-            Budgeted(k=4, num_draft_nodes=32) for a drafter that was trained under the chain; generate and lookup are
-            the greedy decoding of transformers, without and with prompt lookup, one request at a time.
+        modes: Some of plain, chain, tree, recorded, generate and lookup. The tree is the policy recorded with the
+            drafter, or Budgeted(k=4, num_draft_nodes=32) for a drafter that was trained under the chain; recorded is
+            the recorded policy, tree or chain; generate and lookup are the greedy decoding of transformers, without and
+            with prompt lookup, one request at a time.
         policies: More tree policies to decode under, such as Budgeted(k=4,num_draft_nodes=16), separated by commas.
         budgets: Values of num_draft_nodes: every tree is also decoded under each of them, separated by commas.
         batch_sizes: Numbers of requests that decode side by side, separated by commas.
@@ -107,13 +110,22 @@ def bench(
         raise ValueError(f"output: {output} is a folder; give the name of a file for the results.")
     if profile and Path(profile).expanduser().is_dir():
         raise ValueError(f"profile: {profile} is a folder; give the name of a file for the cost profile.")
-    source = open_drafter(drafter)
-    if not (target or source.target_name):
-        raise ValueError(f"{drafter} does not say which target it was made for: give --target.")
-    loaded = Target.load(target or source.target_name, dtype=dtype, device_map=None if device == "cpu" else device)
-    model = source.load(loaded)
-    arms = make_arms(model, modes, policies, nodes, lookup_tokens)
-    chat_template_kwargs, other_template = check_template(model, loaded, chat_template_kwargs, allow_other_template)
+    opened = {name: open_drafter(path) for name, path in name_drafters(drafter).items()}
+    if profile and len(opened) > 1:
+        raise ValueError("profile: a cost profile is of one drafter; leave --profile out to compare several.")
+    first = next(iter(opened.values()))
+    if not (target or first.target_name):
+        raise ValueError(f"{first.path} does not say which target it was made for: give --target.")
+    loaded = Target.load(target or first.target_name, dtype=dtype, device_map=None if device == "cpu" else device)
+    models = {name: source.load(loaded) for name, source in opened.items()}
+    arms = make_arms(models if len(models) > 1 else models[""], modes, policies, nodes, lookup_tokens)
+    rendering = [check_template(item, loaded, chat_template_kwargs, allow_other_template) for item in models.values()]
+    if any(options != rendering[0][0] for options, _ in rendering):
+        raise ValueError(
+            "The drafters were trained with different chat template options: give --chat_template_kwargs, and "
+            "--allow_other_template true to compare them all the same."
+        )
+    chat_template_kwargs, other_template = rendering[0][0], any(other for _, other in rendering)
     chosen = [
         load_suite(
             item,
@@ -125,13 +137,19 @@ def bench(
         for item in sources
     ]
     check_suites(chosen)
-    costs = measure_costs(loaded, model, chosen, profile, batch_sizes=sorted({1, 4, 12, *sizes})) if profile else None
+    costs = None
+    if profile:
+        costs = measure_costs(loaded, models[""], chosen, profile, batch_sizes=sorted({1, 4, 12, *sizes}))
     saved_at = monotonic()
+
+    def locate(results: Results) -> None:
+        for name, source in opened.items():
+            results.drafters[name]["path"] = source.path
 
     def keep(results: Results) -> None:
         nonlocal saved_at
         if output and monotonic() - saved_at >= _SAVE_EVERY:
-            results.drafter["path"] = source.path
+            locate(results)
             results.save(output, computed=False)
             saved_at = monotonic()
 
@@ -140,7 +158,7 @@ def bench(
     try:
         results = run(
             loaded,
-            model,
+            models,
             chosen,
             arms,
             max_new_tokens=max_new_tokens,
@@ -163,7 +181,7 @@ def bench(
         )
     except OtherRunError as error:
         raise ValueError(f"{output}: {error} Give another --output, or --resume false to replace them.") from error
-    results.drafter["path"] = source.path
+    locate(results)
     if output:
         results.save(output)
     print_report(results)
@@ -174,6 +192,29 @@ def bench(
         if figures:
             print(draw_figures(results, output))
     return results
+
+
+def name_drafters(text: str | list[str]) -> dict[str, str]:
+    """Returns the drafters' paths by name; a single one without a name has the empty one.
+
+    >>> name_drafters("a=runs/one,b=runs/two")
+    {'a': 'runs/one', 'b': 'runs/two'}
+
+    Raises:
+        ValueError: For several drafters without names, the same name twice, or none.
+    """
+    from treespark.bench.arms import split_names
+
+    words = split_names(text)
+    named = [re.fullmatch(r"([\w.-]+)=(.+)", word) for word in words]
+    if len(words) == 1:
+        return {"": words[0] if named[0] is None or Path(words[0]).exists() else named[0][2]}
+    names = [found[1] for found in named if found is not None]
+    if not words or len(names) < len(words) or len(set(names)) < len(names):
+        raise ValueError(
+            f"drafter: expected one drafter, or several as name=folder with different names; got {text!r}."
+        )
+    return {found[1]: found[2] for found in named if found is not None}
 
 
 def whole_numbers(text: str | Iterable[str | int], name: str) -> list[int]:

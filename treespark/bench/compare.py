@@ -192,9 +192,8 @@ def _arms(one: Results, other: Results, arms: str | Sequence[str] | None) -> lis
 
 def _gains(one: Results, other: Results, left: str, right: str, seed: int) -> list[Gain]:
     """Compares two arms at every batch size that both were decoded at."""
-    policies = [next(arm["policy"] for arm in r.arms if arm["name"] == n) for r, n in ((one, left), (other, right))]
     # Same drafter shape, same tree: what is compared is the training alone.
-    fixed = one.drafter.get("config") == other.drafter.get("config") and policies[0] == policies[1]
+    fixed = _shape(one, left) == _shape(other, right)
     label = left if left == right else f"{left}:{right}"
     found = []
     for size in [size for size in one.batch_sizes if size in other.batch_sizes]:
@@ -221,6 +220,12 @@ def _gains(one: Results, other: Results, left: str, right: str, seed: int) -> li
     return found
 
 
+def _shape(results: Results, name: str) -> tuple[Any, Any]:
+    """An arm's policy, and the options of its drafter."""
+    arm = next(arm for arm in results.arms if arm["name"] == name)
+    return arm["policy"], results.drafters.get(arm["drafter"], {}).get("config")
+
+
 _FIRST, _SECOND = "first", "second"
 
 
@@ -244,7 +249,7 @@ def _print(comparison: Comparison, one: Results, other: Results) -> None:
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     for name, results in (("first ", one), ("second", other)):
         path = comparison.first if results is one else comparison.second
-        drafter = results.drafter.get("path") or results.drafter.get("config", {}).get("class_path", "")
+        drafter = results.drafter_label
         console.print(f"{name}: {path}, drafter {drafter}", highlight=False, markup=False, soft_wrap=True)
     console.print(gain_table(comparison))
     for line in (

@@ -18,7 +18,8 @@ def compare_arms(
 ) -> dict[str, Interval]:
     """Compares arms on the same prompts, by name ("tau tree/chain", "speed tree/plain").
 
-    tau and the throughputs of every arm with the chain's, and the throughputs of every arm with plain decoding's. Over
+    tau and the throughputs of every arm with those of its drafter's chain, and of the first drafter's arm under the
+    same policy; and the throughputs of every arm with plain decoding's. Over
     several suites a throughput's ratio is one plus the mean of the suites' relative gains, and that of tau the ratio of
     the suites' means (arXiv 2610.20175).
 
@@ -41,16 +42,25 @@ def compare_arms(
         combine = mean_of_gains if MEASURES[measure].is_speed else ratio_of_means
         found[f"{measure} {first}/{second}"] = compare_suites(pairs, combine, seed=results.seed)
 
-    drafted = [name for name, kind in kinds.items() if kind in ("policy", "lookup")]
-    if "chain" in drafted:
-        for name in drafted:
-            for measure in ["tau", *timed] if name != "chain" else ():
-                add(measure, name, "chain")
+    for name, kind in kinds.items():
+        if kind in ("policy", "lookup"):
+            for other in _references(results, name):
+                for measure in ["tau", *timed] if other in kinds else ():
+                    add(measure, name, other)
     if results.baseline is not None:
         for name in kinds:
             for measure in timed if name != results.baseline else ():
                 add(measure, name, results.baseline)
     return found
+
+
+def _references(results: Results, name: str) -> list[str]:
+    """Names of the arms that an arm is set against: its drafter's chain, the first drafter's arm of its kind."""
+    drafters = {arm["name"]: arm["drafter"] for arm in results.arms}
+    mine = drafters[name]
+    mode = name.removeprefix(f"{mine}/")
+    found = [f"{mine}/chain" if mine else "chain", f"{next(iter(results.drafters), '')}/{mode}"]
+    return [other for other in found if other in drafters and other != name]
 
 
 def pair_up(

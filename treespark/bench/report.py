@@ -135,7 +135,6 @@ def _drafted(results: Results) -> list[dict[str, Any]]:
 def _heading(results: Results) -> list[str]:
     hardware = results.hardware
     where = ", ".join([*hardware.get("accelerators", []), hardware.get("cpu", "unknown processor")])
-    drafter = results.drafter.get("path") or results.drafter.get("config", {}).get("class_path", "")
     limit = results.settings.get("max_new_tokens")
     sizes = ", ".join(str(size) for size in results.batch_sizes)
     live = "greedy, one request at a time" if sizes == "1" else f"greedy, {sizes} requests side by side"
@@ -143,7 +142,8 @@ def _heading(results: Results) -> list[str]:
     live += f", {repeats} times" if repeats > 1 else ""
     how = "rounds simulated on the target's own answers" if results.simulated else live
     return [
-        f"Drafter {drafter} for target {results.target.get('name', '')}; {how}, at most {limit} new tokens.",
+        f"Drafter {results.drafter_label} for target {results.target.get('name', '')}; {how}, at most {limit} new "
+        "tokens.",
         f"{where}, {results.dtype}.",
     ]
 
@@ -152,8 +152,9 @@ def _notes(results: Results) -> list[str]:
     lines = []
     if any(arm["marked"] for arm in results.arms):
         lines.append("* another policy than the one recorded with the drafter.")
-    elif results.drafter.get("recorded_policy") is None:
-        lines.append("No policy is recorded with this drafter.")
+    for name, drafter in results.drafters.items():
+        if drafter.get("recorded_policy") is None:
+            lines.append(f"No policy is recorded with {f'the drafter {name}' if name else 'this drafter'}.")
     lines.append("tau = tokens per round, the bonus token included; accepted = those of them that were drafted.")
     if not results.simulated:
         lines.append(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from treespark.bench.statistics import Interval
     from treespark.bench.summary import Summary
 
-FORMAT = 2
+FORMAT = 3
 """Version of the JSON layout; raised when a field changes its meaning."""
 
 TAU_WARNING_ROUNDS = 20
@@ -33,8 +33,8 @@ class Results:
     """All of a benchmark's records and what they were measured with; tables and intervals are computed from them.
 
     Attributes:
-        arms: Each with name, kind, policy (config or None), description and marked (another policy than the recorded
-            one).
+        arms: Each with name, kind, policy (config or None), description, marked (another policy than the recorded
+            one) and drafter (its name among several).
         suites: Each with name, category, path, sha256 and num_prompts.
         depths: K of the drafter.
         seed: Of the resampling.
@@ -46,7 +46,8 @@ class Results:
         complete: False when the run was interrupted.
         settings: Options of the run.
         target: The target's name and identity.
-        drafter: The drafter's path, options, recorded policy, and the SHA-256 of its tensors.
+        drafters: By name (empty for a single one) each drafter's path, options, recorded policy, and the SHA-256 of
+            its tensors.
         argv: The command.
         versions: Of Python and of the libraries.
         git: Revisions of this framework's checkout and of the working folder, where they are under version control.
@@ -65,11 +66,25 @@ class Results:
     complete: bool = True
     settings: dict[str, Any] = field(default_factory=dict)
     target: dict[str, Any] = field(default_factory=dict)
-    drafter: dict[str, Any] = field(default_factory=dict)
+    drafters: dict[str, dict[str, Any]] = field(default_factory=dict)
     argv: list[str] = field(default_factory=list)
     versions: dict[str, str | None] = field(default_factory=dict)
     git: dict[str, str | None] = field(default_factory=dict)
     hardware: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def drafter(self) -> dict[str, Any]:
+        """The only drafter, or the first of several."""
+        return next(iter(self.drafters.values()), {})
+
+    @property
+    def drafter_label(self) -> str:
+        """The drafters in a line: name and place of each."""
+        places = {
+            name: str(item.get("path") or item.get("config", {}).get("class_path", ""))
+            for name, item in self.drafters.items()
+        }
+        return ", ".join(f"{name}={place}" if name else place for name, place in places.items())
 
     @property
     def arm_names(self) -> list[str]:
@@ -243,7 +258,7 @@ class Results:
         found: dict[str, Any] = {key: getattr(self, key) for key in keys}
         found["suites"] = [{key: suite[key] for key in ("name", "sha256", "num_prompts")} for suite in self.suites]
         found["target"] = self.target.get("fingerprint")
-        found["drafter"] = self.drafter.get("sha256")
+        found["drafters"] = {name: drafter.get("sha256") for name, drafter in self.drafters.items()}
         found["settings"] = {key: self.settings.get(key) for key in _DECIDING}
         plain: dict[str, Any] = to_plain(found)
         return plain

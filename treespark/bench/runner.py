@@ -11,8 +11,11 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from treespark.bench.arms import Arm
+from treespark.bench.description import describe
 from treespark.bench.judge import Judge, Place
 from treespark.bench.progress import Progress
 from treespark.bench.records import PromptTrials, Trial
@@ -20,8 +23,7 @@ from treespark.bench.results import Results
 from treespark.bench.suites import BenchPrompt, Suite, check_suites
 from treespark.bench.workload import Clock, Served, decode_workload
 from treespark.decoding import Round, simulate
-from treespark.drafters.source import weights_hash
-from treespark.environment import environment
+from treespark.target import TargetFeatures
 
 if TYPE_CHECKING:
     from treespark.drafters import Drafter
@@ -30,12 +32,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _WARMUP_TOKENS = 32
 _PROMPTS_PER_ROW = 4  # of a workload: enough that its rows are busy most of the time
+_SIMULATED_AT_ONCE = 16  # prompts whose rounds are simulated together: features in memory, and what a kill costs
 _PLAIN = Arm("plain")
 
 
 def run(
     target: Target,
-    drafter: Drafter,
+    drafter: Drafter | Mapping[str, Drafter],
     suites: Sequence[Suite],
     arms: Sequence[Arm],
     *,
@@ -57,13 +60,14 @@ def run(
 
     The prompts of a suite are decoded in groups: one by one, or for several requests side by side enough of them to
     keep the rows busy. Arms take turns group by group, and the one that goes first changes with each group. With
-    `simulated`, plain decoding writes the target's answer once per prompt and the arms' rounds are simulated on it: the
-    same records without a target forward per round, and without timing. An interruption (Ctrl-C) ends the run after at
-    least one whole group with what stands, marked as incomplete.
+    `simulated`, plain decoding writes the answers of up to 16 prompts side by side, once for all arms and drafters, and
+    their rounds are simulated on them together: the same records without a target forward per round, and without
+    timing. (Such answers may part from those written one by one at a near-tie.) An interruption (Ctrl-C) ends the run
+    after at least one whole group with what stands, marked as incomplete.
 
     Args:
         target: The target.
-        drafter: A drafter bound to it.
+        drafter: A drafter bound to it, or several by the names that their arms give.
         suites: What to decode.
         arms: From `make_arms`.
         max_new_tokens: Most new tokens of an answer.
@@ -105,7 +109,8 @@ def run(
             raise ValueError(
                 f"Nothing to evaluate at batch size {size}: `transformers` decodes one request at a time here."
             )
-    results = _describe(target, drafter, suites, chosen)
+    drafters = dict(drafter) if isinstance(drafter, Mapping) else {"": drafter}
+    results = describe(target, drafters, suites, chosen)
     results.seed, results.simulated = seed, simulated
     results.settings = {
         "max_new_tokens": max_new_tokens,
@@ -119,8 +124,8 @@ def run(
         check_same_run(results, unfinished)
         results.prompts, results.differences = list(unfinished.prompts), list(unfinished.differences)
         results.misses = list(unfinished.misses)
-    runner = _Runner(target, drafter, chosen, max_new_tokens, end_token_ids, clock)
-    plan = list(_plan(suites, batch_sizes, repeats))
+    runner = _Runner(target, drafters, chosen, max_new_tokens, end_token_ids, clock)
+    plan = list(_plan(suites, batch_sizes, repeats, _SIMULATED_AT_ONCE if simulated else 1))
     done = {(item.suite, item.index, item.batch_size, item.repeat) for item in results.prompts}
     left = [(turn, group) for turn, group in enumerate(plan) if group.keys()[0] not in done]
     total = sum(len(group.prompts) * len(_taking_part(chosen, group.batch_size)) for _, group in left)
@@ -131,7 +136,7 @@ def run(
                 runner.warm_up([prompt for suite in suites for prompt in suite.prompts], size, warmup)
             for turn, group in left:
                 if simulated:
-                    trials = [runner.simulate(prompt, bar) for prompt in group.prompts]
+                    trials = runner.simulate(group.prompts, bar)
                 else:
                     trials = runner.decode(group, turn, bar, also_simulate and group.is_first(batch_sizes))
                 for key, prompt, found in zip(group.keys(), group.prompts, trials, strict=True):
@@ -192,13 +197,16 @@ class _Group(NamedTuple):
         return self.repeat == 0 and self.batch_size == batch_sizes[0]
 
 
-def _plan(suites: Sequence[Suite], batch_sizes: Sequence[int], repeats: int) -> Iterator[_Group]:
-    """Yields the groups in order: all batch sizes and suites once, then the next repeat."""
+def _plan(suites: Sequence[Suite], batch_sizes: Sequence[int], repeats: int, single: int = 1) -> Iterator[_Group]:
+    """Yields the groups in order: all batch sizes and suites once, then the next repeat.
+
+    At batch size 1 a group has at most `single` prompts.
+    """
     for repeat in range(repeats):
         for size in batch_sizes:
             for suite in suites:
                 count = len(suite.prompts)
-                groups = count if size == 1 else max(1, count // (_PROMPTS_PER_ROW * size))
+                groups = -(-count // single) if size == 1 else max(1, count // (_PROMPTS_PER_ROW * size))
                 edges = [count * number // groups for number in range(groups + 1)]
                 for start, end in itertools.pairwise(edges):
                     yield _Group(suite.name, start, suite.prompts[start:end], size, repeat)
@@ -208,73 +216,20 @@ def _taking_part(arms: Sequence[Arm], batch_size: int) -> list[Arm]:
     return [arm for arm in arms if batch_size == 1 or arm.kind in ("plain", "policy")]
 
 
-def _describe(target: Target, drafter: Drafter, suites: Sequence[Suite], arms: Sequence[Arm]) -> Results:
-    """Returns results without records, with what they will be measured with."""
-    found = environment()
-    return Results(
-        arms=[
-            {
-                "name": arm.name,
-                "kind": arm.kind,
-                "policy": None if arm.policy is None else arm.policy.config(),
-                "description": arm.description,
-                "marked": arm.marked,
-            }
-            for arm in arms
-        ],
-        suites=[
-            {
-                "name": suite.name,
-                "category": suite.category,
-                "path": suite.path,
-                "sha256": suite.sha256,
-                "num_prompts": len(suite.prompts),
-            }
-            for suite in suites
-        ],
-        depths=drafter.block_size,
-        dtype=str(target.dtype).removeprefix("torch."),
-        complete=False,
-        target={
-            "name": target.spec.name,
-            "model_type": target.spec.model_type,
-            "fingerprint": target.spec.fingerprint,
-        },
-        drafter={
-            "config": drafter.config(),
-            "sha256": weights_hash(drafter),
-            "target": drafter.spec.name,
-            "target_fingerprint": drafter.spec.fingerprint,
-            "block_size": drafter.block_size,
-            "recorded_policy": drafter.recorded_policy,
-            "num_parameters": sum(p.numel() for p in drafter.parameters() if p.requires_grad),
-        },
-        argv=found["argv"],
-        versions=found["versions"],
-        git=found["git"],
-        hardware={
-            "device": str(target.device),
-            "cpu": found["cpu"],
-            "accelerators": found["accelerators"] if target.device.type != "cpu" else [],
-            "num_threads": torch.get_num_threads(),
-            "platform": found["platform"],
-        },
-    )
-
-
 class _Runner:
     """Decodes one group of prompts after the other under all arms."""
 
     def __init__(
         self,
         target: Target,
-        drafter: Drafter,
+        drafters: Mapping[str, Drafter],
         arms: Sequence[Arm],
         max_new_tokens: int,
         end_token_ids: Sequence[int] | None,
         clock: Clock,
     ) -> None:
-        self.target, self.drafter, self.arms = target, drafter.eval(), arms
+        self.target, self.arms = target, arms
+        self.drafters = {name: drafter.eval() for name, drafter in drafters.items()}
         self.max_new_tokens, self.end_token_ids, self.clock = max_new_tokens, end_token_ids, clock
         self.judge = Judge(target, max_new_tokens, end_token_ids)
 
@@ -305,48 +260,67 @@ class _Runner:
                 trials[arm.name] = self.judge.judge(_live_trial(served), served.result, reference, prompt, where)
             if also_simulate:
                 text = found[plain or arms[0].name][place].result.tokens
-                for name, rounds in self._simulate(prompt, text).items():
+                for name, (rounds,) in self._simulate([prompt], [text]).items():
                     if name in trials:
                         trials[name] = replace(trials[name], simulated=[item.committed for item in rounds])
             table.append(trials)
         return table
 
-    def simulate(self, prompt: BenchPrompt, bar: Progress) -> dict[str, Trial]:
-        """Writes the target's answer, then simulates every arm's rounds on it."""
-        bar.show("answer")
-        (plain,) = self._decode(_PLAIN, [prompt], 1, self.max_new_tokens)
-        trials = {}
-        for name, rounds in self._simulate(prompt, plain.result.tokens).items():
-            trials[name] = _trial(rounds, len(plain.result.tokens), plain.result.finish_reason)
-            bar.advance()
-        return trials
+    def simulate(self, prompts: Sequence[BenchPrompt], bar: Progress) -> list[dict[str, Trial]]:
+        """Writes the target's answers, then simulates every arm's rounds on them: trials of each prompt."""
+        bar.show("answers")
+        plain = [item.result for item in self._decode(_PLAIN, prompts, len(prompts), self.max_new_tokens)]
+        found = self._simulate(prompts, [result.tokens for result in plain], bar)
+        return [
+            {name: _trial(rounds[row], len(answer.tokens), answer.finish_reason) for name, rounds in found.items()}
+            for row, answer in enumerate(plain)
+        ]
 
-    def _simulate(self, prompt: BenchPrompt, answer: Sequence[int]) -> dict[str, list[Round]]:
-        """Simulates the rounds of every arm with a policy on the target's answer."""
+    def _simulate(
+        self, prompts: Sequence[BenchPrompt], answers: Sequence[Sequence[int]], bar: Progress | None = None
+    ) -> dict[str, list[list[Round]]]:
+        """Simulates the rounds of every arm with a policy on the target's answers: one list for each prompt."""
         device = self.target.device
-        ids = torch.tensor([[*prompt.ids, *answer]], device=device)  # [1, S]
-        features = self.target.features(ids, self.drafter.layer_ids)
-        start, end = torch.tensor([len(prompt.ids)], device=device), torch.tensor([ids.shape[1]], device=device)
-        found: dict[str, list[Round]] = {}
+        texts = [torch.tensor([*prompt.ids, *answer]) for prompt, answer in zip(prompts, answers, strict=True)]
+        ids = pad_sequence(texts, batch_first=True).to(device)  # [R, S]
+        starts = torch.tensor([len(prompt.ids) for prompt in prompts], device=device)
+        ends = torch.tensor([len(text) for text in texts], device=device)
+        features: dict[tuple[int, ...], TargetFeatures] = {}
+        found: dict[str, list[list[Round]]] = {}
         for arm in self.arms:
-            if arm.policy is not None:
-                found[arm.name] = simulate(
-                    self.target,
-                    self.drafter,
-                    arm.policy,
-                    features,
-                    ids,
-                    start,
-                    end,
-                    end_token_ids=self.end_token_ids,
-                    check=not found,
-                )[0]
+            if arm.policy is None:
+                continue
+            if bar is not None:
+                bar.show(arm.name)
+            drafter = self.drafters[arm.drafter]
+            layers = tuple(drafter.layer_ids)
+            if layers not in features:
+                features[layers] = self._features(texts, layers)
+            found[arm.name] = simulate(
+                self.target,
+                drafter,
+                arm.policy,
+                features[layers],
+                ids,
+                starts,
+                ends,
+                end_token_ids=self.end_token_ids,
+                check=not found,
+            )
+            if bar is not None:
+                bar.advance(len(prompts))
         return found
+
+    def _features(self, texts: Sequence[Tensor], layers: tuple[int, ...]) -> TargetFeatures:
+        """The target's features of texts, right-padded; each text by itself, so that its neighbours change nothing."""
+        single = [self.target.features(text.to(self.target.device).unsqueeze(0), layers) for text in texts]
+        context, final = (pad_sequence([item[part][0] for item in single], batch_first=True) for part in (0, 1))
+        return TargetFeatures(context, final)
 
     def _decode(self, arm: Arm, prompts: Sequence[BenchPrompt], batch_size: int, max_new_tokens: int) -> list[Served]:
         return decode_workload(
             self.target,
-            self.drafter,
+            None if arm.policy is None else self.drafters[arm.drafter],
             arm,
             [prompt.ids for prompt in prompts],
             batch_size=batch_size,

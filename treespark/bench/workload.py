@@ -107,7 +107,7 @@ def serve(decoder: Decoder, requests: Sequence[Request], clock: Clock = perf_cou
 
 def decode_workload(
     target: Target,
-    drafter: Drafter,
+    drafter: Drafter | None,
     arm: Arm,
     prompts: Sequence[Sequence[int]],
     *,
@@ -120,7 +120,7 @@ def decode_workload(
 
     Args:
         target: The target.
-        drafter: A drafter bound to it.
+        drafter: A drafter bound to it, for an arm with a policy.
         arm: The arm. What `transformers` does decodes one prompt at a time.
         prompts: Tokens of each prompt.
         batch_size: Requests that decode side by side.
