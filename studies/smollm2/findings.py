@@ -47,7 +47,7 @@ COMPARISONS = (
         paper={"general": 0.064},
         targets={"general": 0.064},
     ),
-    Comparison("treespark", "control_equal_compute", "It pays against a control trained for the same wall clock"),
+    Comparison("treespark", "control_equal_compute", "Training under the tree pays at the same wall clock"),
     Comparison("no_survival", "treespark", "TreeSpark loses without survival", "below"),
     Comparison("no_coverage", "treespark", "TreeSpark loses without coverage", "below"),
     Comparison("narrow", "treespark", "TreeSpark loses with narrow heads", "below"),

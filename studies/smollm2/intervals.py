@@ -115,7 +115,9 @@ def compare(
         samples = combine(np.array(drawn_above), np.array(drawn_below))
     samples = samples[np.isfinite(samples)]
     single = len(names) == 2 and all(table.shape[2] < 2 for table in found.values())
-    if not math.isfinite(value) or not samples.size or single:
+    # A share that some resamples lack altogether (nothing accepted so deep) has a ratio without bounds.
+    few = samples.size < 0.975 * num_resamples
+    if not math.isfinite(value) or few or single:
         return Interval(value if math.isfinite(value) else math.nan, math.nan, math.nan, num_prompts)
     low, high = np.quantile(samples, [0.025, 0.975])
     return Interval(value, float(low), float(high), num_prompts)

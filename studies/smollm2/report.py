@@ -123,9 +123,9 @@ def _pairs_note(evidence: Evidence) -> list[str]:
     return [
         f"Ratios with 95 % bootstrap intervals: {NUM_RESAMPLES:,} resamples draw prompts within suites, the same for "
         "both arms, and runs of each arm (runs of equal seeds together where both arms have the same seeds). With at "
-        f"most {words}, the seeds' part of an interval is rough, and an arm with one run has none. *runs*: of the first and "
-        "of the second arm. *paper*: arXiv 2610.20175, Qwen3-4B. A target is reached when the ratio reaches it and the "
-        "interval lies above 1.",
+        f"most {words}, the seeds' part of an interval is rough, and an arm with one run has none. *runs*: of the "
+        "first and of the second arm. *paper*: arXiv 2610.20175, Qwen3-4B. A target is reached when the ratio reaches "
+        "it and the interval lies above 1.",
     ]
 
 
@@ -185,9 +185,9 @@ def _live(evidence: Evidence) -> list[str]:
 
 
 def _identical(live: Results, group: Group) -> str:
-    found = [live.summary(name) for name in group.names]
-    compared = sum(item.num_compared for item in found)
-    return f"{sum(item.num_identical for item in found)}/{compared}" if compared else "-"
+    trials = [prompt.trials[name] for prompt in live.prompts for name in group.names if name in prompt.trials]
+    found = [trial.identical for trial in trials if trial.identical is not None]
+    return f"{sum(found)}/{len(found)}" if found else "-"
 
 
 def _outputs(live: Results) -> str:

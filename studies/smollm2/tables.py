@@ -16,13 +16,15 @@ from treespark.bench.results import Results
 
 SHOWN = ("dspark", "control", "treespark")
 BUDGET = "num_draft_nodes"
+_NUMERIC = ("", *"0123456789-+*(")
 
 Picture = Callable[[str], Path]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table: the first column to the left, the others to the right."""
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    """A Markdown table: columns of numbers to the right, of words to the left."""
+    numeric = [all(cell[:1] in _NUMERIC for cell in column) for column in zip(*rows, strict=True)]
+    lines = [head, ["---:" if right else "---" for right in numeric or [False] * len(head)], *rows]
     return ["| " + " | ".join(line) + " |" for line in lines]
 
 
