@@ -22,6 +22,7 @@ LOSSES: dict[str, Callable[[], LossTerm]] = {
     name: cls for name, cls in LossTerm.available().items() if cls.__module__.startswith("treespark.")
 } | {
     "Survival-mass": partial(Survival, denominator="mass"),
+    "Survival-reference": partial(Survival, paths="reference"),
     "Coverage-mass": partial(Coverage, denominator="mass"),
     "Coverage-boundary": partial(Coverage, detach_boundary=False),
 }

@@ -92,6 +92,19 @@ def test_survival_by_mass() -> None:
     assert (mass.item(), pairs.item()) == (pytest.approx(0.96), 2)
 
 
+def test_survival_on_the_reference_path() -> None:
+    """All six nodes of two tokens and depths are packed; the path 0, 0 alone has masses 0.6 and 0.36.
+
+    Every node: token 0 edges cost a = -log 0.8, token 1 edges b = -log 0.2: at depth 1 0.6·a + 0.4·b, at depth 2 the
+    same again, since the masses of the parents add up to 1.
+    """
+    a, b = -math.log(0.8), -math.log(0.2)
+    for paths, expected in (("all", 2 * (0.6 * a + 0.4 * b)), ("reference", 0.96 * a)):
+        found = Survival(paths=paths)(two_token_blocks(Budgeted(2, 6), 0.8, 0.6))
+        assert found.sum.item() == pytest.approx(expected)
+        assert found.weight.item() == 2
+
+
 def test_coverage_by_mass() -> None:
     """J = 1: token 0 alone with q = 0.6 at each of two parents: weight 0.6·(1 + w_2), hinges of 0.5."""
     found = Coverage(num_tokens=1, denominator="mass")(two_token_blocks(Budgeted(1, 2), 0.8, 0.6))
@@ -208,6 +221,7 @@ def test_equals_the_formula_in_loops(term: LossTerm, policy: TreePolicy) -> None
         (lambda: Coverage(margin=-0.1), "margin >= 0"),
         (lambda: Coverage(cap=0.0), "cap > 0"),
         (lambda: Coverage(denominator="sum"), 'Coverage needs denominator "count" or "mass", got \'sum\''),
+        (lambda: Survival(paths="some"), 'Survival needs paths "all" or "reference", got \'some\''),
         (lambda: Survival(denominator=""), 'Survival needs denominator "count" or "mass"'),
     ],
 )
