@@ -1,0 +1,161 @@
+"""The first study's stages: split, composed recipes, rounds of many drafters, path mass."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests.tiny import tiny_drafter, tiny_target
+from tests.tiny_text import tiny_tokenizer
+from treespark.bench import Suite, make_arms, run
+from treespark.bench.suites import BenchPrompt
+from treespark.data.template import ChatEncoder
+from treespark.policies import Budgeted
+
+FOLDER = Path(__file__).parents[2] / "studies" / "smollm2"
+
+
+@pytest.fixture(scope="module")
+def study() -> Iterator[Any]:
+    """The study's scripts; they import each other as neighbours, as when one of them runs."""
+    sys.path.insert(0, str(FOLDER))
+    names = ("runs", "split", "evaluation", "study")
+    yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    sys.path.remove(str(FOLDER))
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def lines(counts: dict[str, int], **fields: Any) -> list[str]:
+    return [
+        json.dumps({"category": name, "prompt": f"{name} {i}", "response": "yes"} | fields)
+        for name, count in counts.items()
+        for i in range(count)
+    ]
+
+
+def test_split(study: Any, tmp_path: Path) -> None:
+    """Of 60 and 20 lines 8 are set apart: 6 and 2. Nothing is lost or twice; the seed decides; too long ones go."""
+    file, train, validation = (tmp_path / f"{name}.jsonl" for name in ("answers", "train", "validation"))
+    written = lines({"a": 60, "b": 20})
+    longer = json.dumps({"category": "a", "prompt": "long " * 50, "response": "yes"})
+    file.write_text("\n".join([*written[:7], longer, *written[7:]]) + "\n")
+    options = {"num_validation": 8, "longest": 100, "encoder": ChatEncoder(tiny_tokenizer())}
+    assert study.split.split(file, train, validation, seed=3, **options) == 1
+    first = validation.read_text()
+    held = [json.loads(line)["category"] for line in first.splitlines()]
+    assert held == ["a"] * 6 + ["b"] * 2
+    assert sorted(train.read_text().splitlines() + first.splitlines()) == sorted(written)
+    study.split.split(file, train, validation, seed=3, **options)
+    assert validation.read_text() == first
+    study.split.split(file, train, validation, seed=4, **options)
+    assert validation.read_text() != first
+    with pytest.raises(ValueError, match="80 lines of at most 100 tokens: 80 cannot be set apart"):
+        study.split.split(file, train, validation, seed=3, **options | {"num_validation": 80})
+
+
+def make_run(study: Any, folder: Path, **options: Any) -> Any:
+    return study.runs.Run("x-2", "x", 2, 30, options, folder / "runs" / "x-2", folder)
+
+
+def test_composed_recipe(study: Any, tmp_path: Path) -> None:
+    """The plan's changes and nothing else; the start is part of the identity, so is its drafter."""
+    plain = make_run(study, tmp_path, policy="chain", head_dim_ratio=1.0).recipe()
+    assert plain["model"]["policy"] == {"class_path": "Chain"} and plain["trainer"]["max_steps"] == 30
+    assert plain["seed_everything"] == plain["data"]["seed"] == 2 and "init_from" not in plain["model"]
+    run = make_run(
+        study, tmp_path, start="s", losses={"Survival": {"coefficient": 0.5}}, base={"L1": {"coefficient": 0.9}}
+    )
+    recipe = run.recipe()
+    assert recipe["model"]["init_from"] == str(tmp_path / "runs" / "s" / "drafter")
+    assert recipe["model"]["losses"][-1] == {"class_path": "Survival", "init_args": {"coefficient": 0.5}}
+    assert recipe["model"]["losses"][1]["init_args"] == {"coefficient": 0.9, "gamma": 4.0}
+    shared = yaml.safe_load((FOLDER / "recipe.yaml").read_text())
+    assert (
+        recipe["model"]["drafter"] == shared["model"]["drafter"]
+        and recipe["model"]["policy"] == shared["model"]["policy"]
+    )
+    before = run.recipe_sha256()
+    study.runs.write_json(tmp_path / "runs" / "s" / "run.json", {"drafter_sha256": "a"})
+    after = run.recipe_sha256()
+    study.runs.write_json(tmp_path / "runs" / "x-2" / "run.json", {"recipe_sha256": after})
+    assert before != after and run.is_done()
+    study.runs.write_json(tmp_path / "runs" / "s" / "run.json", {"drafter_sha256": "b"})
+    assert not run.is_done()
+    with pytest.raises(ValueError, match=r"x has the keys \['looses'\]"):
+        make_run(study, tmp_path, looses={}).recipe()
+
+
+def test_the_plan(study: Any, tmp_path: Path) -> None:
+    """Every run of the plan composes, starts exist, and equal compute follows from the measured step times."""
+    content = yaml.safe_load((FOLDER / "plan.yaml").read_text()) | {"folder": str(tmp_path)}
+    content["arms"] = {
+        "control": {"start": "chain-wide", "steps": 100, "seeds": [0, 1]},
+        "longer": {"start": "chain-wide", "steps": {"of": "control", "compute_of": "treespark"}},
+    }
+    file = tmp_path / "plan.yaml"
+    file.write_text(yaml.safe_dump(content))
+    assert [run.name for run in study.study.Plan(str(file)).runs("arms")] == ["control-0", "control-1"]
+    study.runs.write_json(tmp_path / "step_times.json", {"control": 0.5, "treespark": 0.8})
+    plan = study.study.Plan(str(file))
+    assert [(run.name, run.steps) for run in plan.runs("arms")][-1] == ("longer-0", 160)
+    every = [run for part in ("starts", "search", "arms") for run in plan.runs(part)]
+    assert {run.start for run in every if run.start} <= {run.name for run in plan.runs("starts")}
+    assert all(run.recipe() for run in every) and len({run.name for run in every}) == len(every)
+
+
+def test_rounds_are_those_of_bench(study: Any, tmp_path: Path) -> None:
+    """In float64 the rounds of texts side by side are those of `treespark bench`; arms are added, not redone."""
+    target = tiny_target(dtype=torch.float64)
+    drafters = {name: tiny_drafter(target, seed=seed) for seed, name in enumerate(("one", "two"))}
+    for drafter in drafters.values():
+        drafter.recorded_policy = Budgeted(k=2, num_draft_nodes=6).config()
+    prompts = [BenchPrompt(str(i), tuple(range(5 + i, 9 + 2 * i)), f"s:{i}") for i in range(19)]
+    suites = [Suite("a", tuple(prompts[:4])), Suite("b", tuple(prompts[4:]))]
+    expected = run(
+        target, drafters, suites, make_arms(drafters, "chain,tree"), max_new_tokens=12, simulated=True, progress=False
+    )
+    texts = study.evaluation.answer(target, suites, 12, tmp_path / "answers.json")
+    assert study.evaluation.answer(target, suites, 12, tmp_path / "answers.json") == texts
+    layers = drafters["one"].layer_ids
+    held = study.evaluation.Texts(target, suites, texts, layers, tmp_path / "features.pt")
+    file = tmp_path / "results.json"
+    held.evaluate(drafters, make_arms(drafters, "chain"), file, {"max_new_tokens": 12})
+    simulated = []
+    original = held.simulate
+    held.simulate = lambda drafter, arm, *rest: simulated.append(arm.name) or original(drafter, arm, *rest)
+    found = held.evaluate(drafters, make_arms(drafters, "chain,tree"), file, {"max_new_tokens": 12})
+    assert simulated == ["one/tree", "two/tree"] and found.complete
+    assert found.prompts == expected.prompts
+    assert found.summary("two/tree").tau == expected.summary("two/tree").tau
+    drafters["two"] = tiny_drafter(target, seed=5)
+    simulated.clear()
+    held.evaluate(drafters, make_arms(drafters, "chain"), file, {"max_new_tokens": 12})
+    assert simulated == ["two/chain"]
+
+
+def test_path_mass(study: Any) -> None:
+    """A chain of probabilities 0.5 and 0.25 on a text that takes the first alone: two bins, hits 1 and 0."""
+    packed = SimpleNamespace(
+        depths=torch.tensor([[0, 1, 2]]),
+        exists=torch.ones(1, 3, dtype=torch.bool),
+        scores=torch.tensor([[0.5, 0.25]]).log().cumsum(1),
+        on_path=lambda tokens: torch.tensor([[True, int(tokens[0, 0]) == 7, False]]),
+    )
+    packed.scores = torch.cat([torch.zeros(1, 1), packed.scores], 1)
+    measure = study.evaluation.PathMass()
+    ids = torch.tensor([[3, 7, 8, 9]])
+    measure(ids, torch.tensor([4]), torch.tensor([0]), torch.tensor([0]), packed)
+    assert measure.reliability() == [[pytest.approx(0.125), 0.0, 1], [pytest.approx(0.5), 1.0, 1]]
+    assert measure.error() == pytest.approx((0.125 + 0.5) / 2)
+    measure(ids, torch.tensor([2]), torch.tensor([0]), torch.tensor([0]), packed)  # the second token is not known
+    assert [row[2] for row in measure.reliability()] == [1, 2]
