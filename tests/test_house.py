@@ -32,20 +32,20 @@ def test_the_map_is_the_tree() -> None:
     """Each folder and each module of the package has its line, and no line names what is not there."""
     rooms = {f"treespark/{p.name}" for p in (ROOT / "treespark").iterdir() if p.suffix == ".py" or p.is_dir()}
     rooms -= {f"treespark/{name}" for name in ("__init__.py", "__pycache__", "losses", "policies")}
-    folders = {"losses", "policies", "recipes", "tools", "benchmarks", "docs", "tests", "treespark"}
+    folders = {"losses", "policies", "recipes", "tools", "benchmarks", "docs", "tests", "treespark", "studies"}
     assert mapped() == rooms | folders
     assert all((ROOT / path).exists() for path in mapped())
 
 
 @pytest.mark.parametrize(
     "document",
-    ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md", *DOCUMENTS],
+    ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md", "studies/smollm2/README.md", *DOCUMENTS],
 )
 def test_documents_name_files_that_are_there(document: str) -> None:
     """Every relative link, and every file in backquotes with a folder of ours in front."""
     text = (ROOT / document).read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
-    named = re.findall(r"`((?:tests|recipes|losses|policies|tools|benchmarks|treespark)/[\w./]+\.\w+)`", text)
+    named = re.findall(r"`((?:tests|studies|recipes|losses|policies|tools|benchmarks|treespark)/[\w./]+\.\w+)`", text)
     missing = [link for link in links if not ((ROOT / document).parent / link).exists()]
     missing += [name for name in named if not (ROOT / name).exists()]
     assert missing == []

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,29 +133,48 @@ class Texts:
         return found
 
     def simulate(self, drafter: Drafter, arm: Arm, on_wave: Any = None) -> dict[tuple[str, int], Trial]:
-        """Simulates an arm on every text."""
+        """Simulates an arm on every text: a thread for each processor, since the products of a wave are small.
+
+        Args:
+            drafter: The drafter.
+            arm: The policy to decode under.
+            on_wave: As in `treespark.decoding.simulate`, with the token ids and the texts' ends in front; then one
+                thread does it all.
+        """
         assert tuple(drafter.layer_ids) == self.layers, "the study's drafters tap the same layers"
-        found = {}
-        for first in range(0, len(self.texts), ROWS):
-            texts, features = self.texts[first : first + ROWS], self.features[first : first + ROWS]
-            ids = pad_sequence([torch.tensor([*text.prompt.ids, *text.answer]) for text in texts], batch_first=True)
-            context, final = (pad_sequence([item[part] for item in features], batch_first=True) for part in (0, 1))
-            starts = torch.tensor([len(text.prompt.ids) for text in texts])
-            ends = starts + torch.tensor([len(text.answer) for text in texts])
-            hook = None
-            if on_wave is not None:
-                hook = lambda rows, at, packed, ids=ids, ends=ends: on_wave(ids, ends, rows, at, packed)  # noqa: E731
-            rounds = simulate(
-                self.target, drafter, arm.policy, TargetFeatures(context, final), ids, starts, ends, on_wave=hook
-            )
-            for text, items in zip(texts, rounds, strict=True):
-                found[text.suite, text.index] = Trial(
-                    num_tokens=len(text.answer),
-                    finish_reason=text.finish_reason,
-                    num_accepted=[item.num_accepted for item in items],
-                    committed=[item.committed for item in items],
-                )
+        groups = range(0, len(self.texts), ROWS)
+        found: dict[tuple[str, int], Trial] = {}
+        workers = 1 if on_wave is not None else os.cpu_count() or 1
+        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            for trials in pool.map(lambda first: self._simulate_group(drafter, arm, first, on_wave), groups):
+                found |= trials
         return found
+
+    def _simulate_group(self, drafter: Drafter, arm: Arm, first: int, on_wave: Any) -> dict[tuple[str, int], Trial]:
+        texts, features = self.texts[first : first + ROWS], self.features[first : first + ROWS]
+        ids = pad_sequence([torch.tensor([*text.prompt.ids, *text.answer]) for text in texts], batch_first=True)
+        context, final = (pad_sequence([item[part] for item in features], batch_first=True) for part in (0, 1))
+        starts = torch.tensor([len(text.prompt.ids) for text in texts])
+        ends = starts + torch.tensor([len(text.answer) for text in texts])
+        rounds = simulate(
+            self.target,
+            drafter,
+            arm.policy,
+            TargetFeatures(context, final),
+            ids,
+            starts,
+            ends,
+            on_wave=None if on_wave is None else partial(on_wave, ids, ends),
+        )
+        return {
+            (text.suite, text.index): Trial(
+                num_tokens=len(text.answer),
+                finish_reason=text.finish_reason,
+                num_accepted=[item.num_accepted for item in items],
+                committed=[item.committed for item in items],
+            )
+            for text, items in zip(texts, rounds, strict=True)
+        }
 
     def evaluate(
         self, drafters: dict[str, Drafter], arms: Sequence[Arm], file: Path, settings: dict[str, Any]
