@@ -159,3 +159,31 @@ def test_path_mass(study: Any) -> None:
     assert measure.error() == pytest.approx((0.125 + 0.5) / 2)
     measure(ids, torch.tensor([2]), torch.tensor([0]), torch.tensor([0]), packed)  # the second token is not known
     assert [row[2] for row in measure.reliability()] == [1, 2]
+
+
+def test_trainings_follow_their_starts(study: Any, tmp_path: Path) -> None:
+    """Two at a time: an arm waits for its start, what is done is left alone, and a failure ends the stage."""
+    events: list[tuple[str, int]] = []
+
+    class Fake(study.runs.Run):  # type: ignore[misc, name-defined]
+        def train(self, threads: int) -> None:
+            if self.name == "broken":
+                raise RuntimeError("broken: the training ended")
+            assert self.start is None or Fake(self.start, "", 0, 0, {}, tmp_path / self.start, tmp_path).record
+            events.append((self.name, threads))
+            self.folder.mkdir()
+            study.runs.write_json(
+                self.folder / "run.json", {"recipe_sha256": self.recipe_sha256(), "drafter_sha256": self.name}
+            )
+
+    def fake(name: str, **options: Any) -> Any:
+        return Fake(name, name, 0, 5, options, tmp_path / name, tmp_path)
+
+    runs = [fake("arm", start="wide"), fake("wide", policy="chain"), fake("other")]
+    study.runs.train_all(runs, jobs=2)
+    assert {name for name, _ in events} == {"arm", "wide", "other"} and events[-1][0] == "arm"
+    study.runs.train_all(runs, jobs=2)
+    assert len(events) == 3
+    with pytest.raises(RuntimeError, match="broken"):
+        study.runs.train_all([fake("broken"), fake("later", start="broken")], jobs=1)
+    assert len(events) == 3
