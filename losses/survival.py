@@ -19,16 +19,21 @@ class Survival(LossTerm):
         coefficient: Factor of the term in the total.
         denominator: "count" divides by the number of valid (anchor, depth) pairs; "mass" by the packed nodes' summed
             path mass, which makes the value a mean edge loss.
+        paths: "all" takes every packed node (the paper's); "reference" only those on the reference path, where the
+            target's distribution is exact and no proxy. The latter is ours.
 
     Raises:
-        ValueError: For another denominator.
+        ValueError: For another denominator, or other paths.
     """
 
     diagnostics = ("path_mass",)
 
-    def __init__(self, coefficient: float = 2.0, denominator: str = "count") -> None:
+    def __init__(self, coefficient: float = 2.0, denominator: str = "count", paths: str = "all") -> None:
         super().__init__(coefficient)
         self.denominator = check_denominator(self, denominator)
+        if paths not in ("all", "reference"):
+            raise ValueError(f'Survival needs paths "all" or "reference", got {paths!r}.')
+        self.paths = paths
 
     def weight(self, labels: Labels) -> Tensor | None:
         """Returns the number of valid (anchor, depth) pairs, or None where the packed mass is the denominator."""
@@ -36,8 +41,11 @@ class Survival(LossTerm):
 
     def forward(self, blocks: DraftBlocks) -> WeightedSum:
         """Returns the mass-weighted edge loss over packed nodes at valid depths, and its denominator."""
-        edges = torch.where(blocks.retained, blocks.replay.edge_log_probs(), 0.0)
-        mass = torch.where(blocks.retained, blocks.path_mass, 0.0).double().sum()
+        retained = blocks.retained
+        if self.paths == "reference":
+            retained = retained & blocks.replay.packed.on_path(blocks.labels.tokens)
+        edges = torch.where(retained, blocks.replay.edge_log_probs(), 0.0)
+        mass = torch.where(retained, blocks.path_mass, 0.0).double().sum()
         pairs = blocks.labels.valid.sum().double()
         weight = pairs if self.denominator == "count" else mass
         return WeightedSum(-(blocks.path_mass * edges).sum(), weight, {"path_mass": (mass, pairs)})
