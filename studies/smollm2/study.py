@@ -172,6 +172,10 @@ def describe_data(plan: Plan, num_too_long: int) -> None:
         for part in ("train", "validation")
     }
     every = rows["train"] + rows["validation"]
+    counts = {part: Counter(token for row in rows[part] for token in row["response_ids"]) for part in rows}
+    size = yaml.safe_load((HERE / "recipe.yaml").read_text())["model"]["drafter"]["init_args"]["draft_vocab_size"]
+    kept = {token for token, _ in counts["train"].most_common(size)}
+    covered = sum(count for token, count in counts["validation"].items() if token in kept)
     write_json(
         folder / "data.json",
         {
@@ -183,7 +187,8 @@ def describe_data(plan: Plan, num_too_long: int) -> None:
             "num_train": len(rows["train"]),
             "num_validation": len(rows["validation"]),
             "num_tokens": json.loads((folder / "features" / "index.json").read_text())["content"]["num_tokens"],
-            "num_answer_tokens": sum(len(row["response_ids"]) for row in rows["train"]),
+            "num_answer_tokens": counts["train"].total(),
+            "draft_vocab_share": covered / counts["validation"].total(),  # of the validation answers' tokens
             **{
                 f"{part}_sha256": hashlib.sha256((folder / f"{part}.jsonl").read_bytes()).hexdigest()
                 for part in ("prompts", "train", "validation")
