@@ -151,7 +151,7 @@ class Run:
                 "drafter_sha256": weights_hash(trained),
                 "recipe_sha256": self.recipe_sha256(),
                 "versions": provenance.get("versions"),
-                "hardware": provenance.get("cpu"),
+                "hardware": {key: provenance.get(key) for key in ("cpu", "platform")},
             },
         )
 

@@ -193,7 +193,7 @@ def describe_data(plan: Plan, num_too_long: int) -> None:
                 f"{part}_sha256": hashlib.sha256((folder / f"{part}.jsonl").read_bytes()).hexdigest()
                 for part in ("prompts", "train", "validation")
             },
-            "prompt_sha256": [hashlib.sha256(row["prompt"].encode()).hexdigest()[:16] for row in rows["train"]],
+            "train_prompt_hashes": [hashlib.sha256(row["prompt"].encode()).hexdigest()[:16] for row in rows["train"]],
         },
     )
 
