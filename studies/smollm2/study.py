@@ -27,8 +27,8 @@ from rich.table import Table
 
 from runs import HERE, Run, train_all, write_json
 
-_PLAN = str(HERE / "plan.yaml")
-_RESULTS = str(HERE / "results")
+_PLAN = os.path.relpath(HERE / "plan.yaml")
+_RESULTS = os.path.relpath(HERE / "results")
 
 
 class Plan:
