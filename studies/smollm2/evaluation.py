@@ -167,12 +167,7 @@ class Texts:
             on_wave=None if on_wave is None else partial(on_wave, ids, ends),
         )
         return {
-            (text.suite, text.index): Trial(
-                num_tokens=len(text.answer),
-                finish_reason=text.finish_reason,
-                num_accepted=[item.num_accepted for item in items],
-                committed=[item.committed for item in items],
-            )
+            (text.suite, text.index): Trial.of(items, len(text.answer), text.finish_reason)
             for text, items in zip(texts, rounds, strict=True)
         }
 
@@ -211,7 +206,7 @@ class Texts:
         if not file.is_file():
             return {}
         former = Results.load(file)
-        prompts = {(text.suite, text.index): hash_tokens(text) for text in self.texts}
+        prompts = {(text.suite, text.index): text.prompt.sha256 for text in self.texts}
         if {(item.suite, item.index): item.sha256 for item in former.prompts} != prompts:
             return {}
         known = {}
@@ -233,15 +228,10 @@ class Texts:
                 text.prompt.id,
                 len(text.prompt.ids),
                 {arm.name: trials[arm.name][text.suite, text.index] for arm in arms if arm.name in trials},
-                sha256=hash_tokens(text),
+                sha256=text.prompt.sha256,
             )
             for text in texts
         ]
-
-
-def hash_tokens(text: Text) -> str:
-    """Hash of a prompt's tokens, as `treespark bench` keeps it."""
-    return hashlib.sha256(repr(text.prompt.ids).encode()).hexdigest()[:16]
 
 
 class PathMass:

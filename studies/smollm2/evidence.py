@@ -124,7 +124,7 @@ def gather(
     for run in runs:
         for arm in results.arms:
             wanted = not arm["marked"] if policy is None else arm["policy"] == policy
-            if arm["kind"] == "policy" and arm.get("drafter", "") == run["name"] and wanted:
+            if arm["kind"] == "policy" and arm["drafter"] == run["name"] and wanted:
                 names.append(arm["name"])
                 seeds.append(int(run.get("seed", 0)))
                 break
@@ -170,7 +170,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _check_drafters(file: str, results: Results | None, runs: Sequence[dict[str, Any]]) -> None:
     """Raises where records and runs are of different weights: one of them is stale."""
-    drafters: dict[str, dict[str, Any]] = getattr(results, "drafters", {})
+    drafters: dict[str, dict[str, Any]] = {} if results is None else results.drafters
     for run in runs:
         measured = drafters.get(run["name"], {}).get("sha256")
         if None not in (measured, run["drafter_sha256"]) and measured != run["drafter_sha256"]:

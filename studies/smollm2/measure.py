@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evaluation import PathMass, Texts, answer, answered
 
-from runs import Run, write_json
+from runs import Run, treespark, write_json
 from treespark.bench import load_suite, make_arms
 from treespark.bench.arms import Arm
 from treespark.bench.sources import find_sources
@@ -87,12 +85,11 @@ def live(plan: Plan, results: Path) -> None:
     """Live decoding of the final arms at batch 1, by turns with plain decoding."""
     settings = plan.content["bench"]
     runs = [run for run in _done(plan, "arms") if run.name in settings["live"]]
-    command = [sys.executable, "-m", "treespark", "bench", "--figures", "false"]
-    command += ["--drafter", ",".join(f"{run.name}={run.drafter}" for run in runs)]
-    command += ["--suites", settings["live_suites"], "--num_prompts", str(settings["live_prompts"])]
-    command += ["--max_new_tokens", str(plan.data["max_new_tokens"]), "--modes", "plain,recorded"]
-    command += ["--policies", settings["live_policies"], "--output", str(results / "live.json")]
-    subprocess.run(command, check=True)
+    words = ["--figures", "false", "--drafter", ",".join(f"{run.name}={run.drafter}" for run in runs)]
+    words += ["--suites", settings["live_suites"], "--num_prompts", str(settings["live_prompts"])]
+    words += ["--max_new_tokens", str(plan.data["max_new_tokens"]), "--modes", "plain,recorded"]
+    words += ["--policies", settings["live_policies"], "--output", str(results / "live.json")]
+    treespark("bench", *words)
 
 
 PARTS: dict[str, Callable[[Plan, Path], None]] = {

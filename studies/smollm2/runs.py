@@ -156,6 +156,18 @@ class Run:
         )
 
 
+def treespark(*words: str) -> None:
+    """Runs a treespark command; its output is shown.
+
+    Raises:
+        SystemExit: With the command's exit status, when that is not 0.
+    """
+    print("$ treespark " + " ".join(words), flush=True)
+    done = subprocess.run([sys.executable, "-m", "treespark", *words])
+    if done.returncode:
+        raise SystemExit(done.returncode)
+
+
 def write_json(file: Path, content: Any) -> None:
     """Writes a JSON file atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)

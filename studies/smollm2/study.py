@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -25,7 +23,7 @@ from jsonargparse import auto_cli
 from rich.console import Console
 from rich.table import Table
 
-from runs import HERE, Run, train_all, write_json
+from runs import HERE, Run, train_all, treespark, write_json
 
 _PLAN = os.path.relpath(HERE / "plan.yaml")
 _RESULTS = os.path.relpath(HERE / "results")
@@ -69,19 +67,6 @@ def read_json(file: Path) -> dict[str, Any]:
     """A JSON file's content; empty where there is none."""
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return found
-
-
-def treespark(*words: str, **options: str) -> None:
-    """Runs a treespark command; its output is shown.
-
-    Raises:
-        SystemExit: With the command's exit status, when that is not 0.
-    """
-    command = [sys.executable, "-m", "treespark", *words]
-    print("$ treespark " + " ".join(words), flush=True)
-    done = subprocess.run(command, env=os.environ | options)
-    if done.returncode:
-        raise SystemExit(done.returncode)
 
 
 def plan(plan: str = _PLAN) -> None:

@@ -113,6 +113,14 @@ def test_the_plan(study: Any, tmp_path: Path) -> None:
     assert all(run.recipe() for run in every) and len({run.name for run in every}) == len(every)
 
 
+def test_the_small_plan(study: Any) -> None:
+    """Its runs compose, from starts that it has; it stays apart from the study's own folder."""
+    plan = study.study.Plan(str(FOLDER / "small.yaml"))
+    arms = plan.runs("arms")
+    assert {run.start for run in arms} == {run.name for run in plan.runs("starts")}
+    assert all(run.recipe() for run in arms) and plan.folder != study.study.Plan(str(FOLDER / "plan.yaml")).folder
+
+
 def test_rounds_are_those_of_bench(study: Any, tmp_path: Path) -> None:
     """In float64 the rounds of texts side by side are those of `treespark bench`; arms are added, not redone."""
     target = tiny_target(dtype=torch.float64)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from treespark.decoding import Round
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,12 @@ class Trial:
     num_judged: int = 0
     num_near_ties: int = 0
     margin: float | None = None
+
+    @classmethod
+    def of(cls, rounds: Sequence[Round], num_tokens: int, finish_reason: str) -> Trial:
+        """Returns the trial of some rounds, without a timing."""
+        accepted, committed = [item.num_accepted for item in rounds], [item.committed for item in rounds]
+        return cls(num_tokens, finish_reason, accepted, committed)
 
 
 @dataclass(frozen=True)

@@ -344,8 +344,6 @@ class Results:
             raise FileNotFoundError(f"{path}: no such file of results; `treespark bench --output {path}` writes one.")
         try:
             record = json.loads(Path(path).read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"{path}: no such file. `treespark bench --output FILE` writes results.") from error
         except ValueError as error:
             raise ValueError(f"{path}: not valid JSON ({error}); expected a file of `treespark bench`.") from error
         if not isinstance(record, dict) or record.get("format") != FORMAT:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -141,9 +140,8 @@ def run(
                     trials = runner.decode(group, turn, bar, also_simulate and group.is_first(batch_sizes))
                 for key, prompt, found in zip(group.keys(), group.prompts, trials, strict=True):
                     suite, index, size, repeat = key
-                    tokens = hashlib.sha256(repr(prompt.ids).encode()).hexdigest()[:16]
                     results.prompts.append(
-                        PromptTrials(suite, index, prompt.id, len(prompt.ids), found, size, repeat, tokens)
+                        PromptTrials(suite, index, prompt.id, len(prompt.ids), found, size, repeat, prompt.sha256)
                     )
                 differences, misses = runner.judge.take()
                 results.differences += differences
@@ -272,7 +270,7 @@ class _Runner:
         plain = [item.result for item in self._decode(_PLAIN, prompts, len(prompts), self.max_new_tokens)]
         found = self._simulate(prompts, [result.tokens for result in plain], bar)
         return [
-            {name: _trial(rounds[row], len(answer.tokens), answer.finish_reason) for name, rounds in found.items()}
+            {name: Trial.of(rounds[row], len(answer.tokens), answer.finish_reason) for name, rounds in found.items()}
             for row, answer in enumerate(plain)
         ]
 
@@ -332,14 +330,5 @@ class _Runner:
 
 def _live_trial(served: Served) -> Trial:
     result, times = served.result, served.times
-    trial = _trial(result.rounds, len(result.tokens), result.finish_reason)
+    trial = Trial.of(result.rounds, len(result.tokens), result.finish_reason)
     return replace(trial, timing=dict(result.timing) | vars(times))
-
-
-def _trial(rounds: Sequence[Round], num_tokens: int, finish_reason: str) -> Trial:
-    return Trial(
-        num_tokens=num_tokens,
-        finish_reason=finish_reason,
-        num_accepted=[item.num_accepted for item in rounds],
-        committed=[item.committed for item in rounds],
-    )

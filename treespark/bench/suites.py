@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,11 @@ class BenchPrompt:
     id: str
     ids: tuple[int, ...]
     where: str
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the tokens, by which results are paired."""
+        return hashlib.sha256(repr(self.ids).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
