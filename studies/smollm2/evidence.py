@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from intervals import Group
-
 from treespark.bench.results import Results
+
+from intervals import Group
 
 ARMS = {
     "dspark": "DSpark, trained and decoded as a chain, heads of the target's width",
@@ -38,7 +38,9 @@ class Evidence:
         validation: The same on the validation prompts, or None.
         live: Rounds decoded live, or None.
         calibration: By run, or None.
+        gradients: By loss term, or None.
         remarks: Hand-written Markdown, or None.
+        earlier: Earlier rounds, by the name of their folder.
     """
 
     study: dict[str, Any]
@@ -46,11 +48,13 @@ class Evidence:
     validation: Results | None = None
     live: Results | None = None
     calibration: dict[str, Any] | None = None
+    gradients: dict[str, Any] | None = None
     remarks: str | None = None
+    earlier: dict[str, Evidence] = field(default_factory=dict)
 
     @classmethod
     def load(cls, folder: str | Path) -> Evidence:
-        """Reads a folder of results, and remarks.md beside it.
+        """Reads a folder of results, remarks.md beside it, and earlier rounds, `<round>/results` beside it.
 
         Raises:
             FileNotFoundError: Without study.json or test.json.
@@ -74,11 +78,14 @@ class Evidence:
             _check_drafters(f"{name}.json", results, study["runs"])
         test = records.pop("test")
         assert test is not None
+        rounds = (file.parent for file in sorted(path.parent.glob("*/results/study.json")))
         return cls(
             study,
             test,
             **records,
+            earlier={folder.parent.name: cls.load(folder) for folder in rounds},
             calibration=_read(path / "calibration.json") if (path / "calibration.json").is_file() else None,
+            gradients=_read(path / "gradients.json") if (path / "gradients.json").is_file() else None,
             remarks=remarks.read_text(encoding="utf-8") if remarks.is_file() else None,
         )
 

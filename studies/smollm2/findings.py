@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
-
-from evidence import Evidence, places, suites_at
-from intervals import SPEED, Group, accepts, compare
 
 from treespark.bench.results import Results
 from treespark.bench.statistics import Interval
+from treespark.policies import parse
+
+from evidence import Evidence, places, policy_name, suites_at
+from intervals import SPEED, Group, accepts, compare
 
 Found = dict[tuple[str, str], dict[str, Interval]]
 
@@ -161,15 +163,29 @@ def _speed_claims(evidence: Evidence) -> list[str]:
             interval = compare(live, suites, groups["treespark"], groups["dspark"], SPEED)
             sentence = _sentence(f"{text}, {_where(place)}", "speed treespark/dspark", interval, "above")
             sentences.append(f"{sentence} The paper: {gain(paper)}.")
-    bases = {"plain": plain_group(live), "dspark": groups["dspark"]}
     suites = [suite for suite in live.suite_names if LIVE_SUITE in suite.lower()]
-    for base, target in LIVE_TARGETS.items():
-        other = bases[base]
-        if suites and other is not None:
-            interval = compare(live, suites, groups["treespark"], other, SPEED)
-            words = f"{verdict(interval)}; {reached(interval, target)}"
-            sentences.append(f"On {', '.join(suites)}: speed treespark/{base} = {ratio(interval)}, {words}.")
+    for pair in (groups, paired_live(evidence)):
+        for base, target in LIVE_TARGETS.items():
+            other = plain_group(live) if base == "plain" else pair.get(base)
+            if suites and other is not None and "treespark" in pair:
+                first = pair["treespark"]
+                interval = compare(live, suites, first, other, SPEED)
+                words = f"{verdict(interval)}; {reached(interval, target)}"
+                name = f"{first.label}/{other.label}"
+                sentences.append(f"On {', '.join(suites)}: speed {name} = {ratio(interval)}, {words}.")
     return sentences
+
+
+def paired_live(evidence: Evidence) -> dict[str, Group]:
+    """The live arms whose policies the plan chose beforehand for their speed, by name of the arm."""
+    live, wanted = evidence.live, evidence.study["plan"].get("bench", {}).get("live_pair") or {}
+    found = {}
+    for arm, text in wanted.items():
+        policy = parse(text).config()
+        group = evidence.group(live, arm, policy) if live is not None else None
+        if group is not None:
+            found[arm] = replace(group, label=f"{arm} under {policy_name(policy)}")
+    return found
 
 
 def plain_group(live: Results) -> Group | None:

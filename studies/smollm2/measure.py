@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evaluation import PathMass, Texts, answer, answered
-
-from runs import Run, treespark, write_json
-from treespark.bench import load_suite, make_arms
+from treespark.bench import Suite, load_suite, make_arms
 from treespark.bench.arms import Arm
 from treespark.bench.sources import find_sources
 from treespark.drafters import Drafter
 from treespark.drafters.source import open_drafter
 from treespark.target import Target
+
+from evaluation import PathMass, Texts, answer, answered
+from gradients import term_gradients
+from runs import Run, treespark, write_json
 
 if TYPE_CHECKING:
     from study import Plan
@@ -36,10 +38,13 @@ def test(plan: Plan, results: Path) -> None:
     runs = _done(plan, "arms")
     target = Target.load(plan.content["target"])
     drafters = load(target, runs)
+    opened = settings.get("opened", 0)
     suites = [
-        load_suite(source, target, num_prompts=settings["num_prompts"], max_new_tokens=limit)
+        load_suite(source, target, num_prompts=opened + settings["num_prompts"], max_new_tokens=limit)
         for source in find_sources([plan.data["suites"]])
     ]
+    used_up = [suite.name for suite in suites if opened and len(suite.prompts) <= opened]
+    suites = [suite if suite.name in used_up else unopened(suite, opened) for suite in suites]
     texts = answer(target, suites, limit, plan.folder / "test_answers.json")
     held = Texts(target, suites, texts, layers(drafters), plan.folder / "test_features.pt")
     arms = make_arms(drafters, "recorded")
@@ -47,7 +52,7 @@ def test(plan: Plan, results: Path) -> None:
     if chosen:
         more = make_arms(chosen, "recorded,chain,tree", settings["policies"], settings["budgets"])
         arms += [arm for arm in more if not any(_same(arm, other) for other in arms)]
-    options = {"max_new_tokens": limit, "num_prompts": settings["num_prompts"]}
+    options = {"max_new_tokens": limit, "num_prompts": settings["num_prompts"], "opened_suites": used_up}
     held.evaluate(drafters, arms, results / "test.json", options)
 
 
@@ -81,6 +86,18 @@ def calibration(plan: Plan, results: Path) -> None:
         write_json(results / "calibration.json", found)
 
 
+def gradients(plan: Plan, results: Path) -> None:
+    """Norms of the loss terms' gradients, and their cosines with the base losses', where the arms start."""
+    arms = {run.arm: run for run in plan.runs("arms") if run.seed == 0}
+    recipe = arms["control"].recipe()
+    count = len(recipe["model"]["losses"])
+    terms = {item["class_path"]: [item] for item in recipe["model"]["losses"]}
+    for run in arms.values():
+        terms |= {item["class_path"]: [item] for item in run.recipe()["model"]["losses"][count:]}
+    found = term_gradients(recipe, terms, plan.content["bench"]["gradient_steps"], plan.folder / "gradients")
+    write_json(results / "gradients.json", found)
+
+
 def live(plan: Plan, results: Path) -> None:
     """Live decoding of the final arms at batch 1, by turns with plain decoding."""
     settings = plan.content["bench"]
@@ -88,13 +105,15 @@ def live(plan: Plan, results: Path) -> None:
     words = ["--figures", "false", "--drafter", ",".join(f"{run.name}={run.drafter}" for run in runs)]
     words += ["--suites", settings["live_suites"], "--num_prompts", str(settings["live_prompts"])]
     words += ["--max_new_tokens", str(plan.data["max_new_tokens"]), "--modes", "plain,recorded"]
-    words += ["--policies", settings["live_policies"], "--output", str(results / "live.json")]
+    words += ["--policies", ", ".join(dict.fromkeys(settings["live_pair"].values()))]
+    words += ["--output", str(results / "live.json")]
     treespark("bench", *words)
 
 
 PARTS: dict[str, Callable[[Plan, Path], None]] = {
     "validation": validation,
     "calibration": calibration,
+    "gradients": gradients,
     "test": test,
     "live": live,
 }
@@ -110,6 +129,11 @@ def validation_texts(plan: Plan, target: Target, drafters: dict[str, Drafter]) -
     file = plan.folder / "validation.jsonl"
     suite = load_suite(file, target, max_new_tokens=plan.data["max_new_tokens"])
     return Texts(target, [suite], answered(suite, file), layers(drafters), plan.folder / "validation_features.pt")
+
+
+def unopened(suite: Suite, opened: int) -> Suite:
+    """A suite without its first prompts, which an earlier round has measured on."""
+    return replace(suite, prompts=suite.prompts[opened:])
 
 
 def layers(drafters: dict[str, Drafter]) -> list[int]:

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from treespark.bench.results import Results
+from treespark.bench.statistics import NUM_RESAMPLES
+
 from evidence import ARMS, Evidence, policies, policy_name
 from findings import LIVE_SUITE, LIVE_TARGETS, SPEED_PAPER, claims, compare_all, gain, plain_group, ratio
 from intervals import SPEED, Group, compare, rates
@@ -15,6 +18,8 @@ from tables import (
     SHOWN,
     Picture,
     budget_tables,
+    earlier_table,
+    gradient_table,
     main_table,
     mean_tau,
     number,
@@ -24,9 +29,6 @@ from tables import (
     search_table,
     table,
 )
-
-from treespark.bench.results import Results
-from treespark.bench.statistics import NUM_RESAMPLES
 
 CALIBRATION = ("confidence/calibration_error", "confidence/brier", "coverage/total", "edge_loss")
 
@@ -54,9 +56,11 @@ def report(results: str = "studies/smollm2/results", output: str = "docs/study-s
         ("Setting", _setting(evidence)),
         ("tau on the test suites", main_table(evidence)),
         ("Pairs", [*_pairs_note(evidence), "", *pair_table(evidence, found)]),
+        ("Earlier rounds", earlier_table(evidence, found)),
         ("Acceptance by position", position_table(evidence, picture)),
         ("Budgets and policies", budget_tables(evidence, picture)),
         ("Search", search_table(evidence)),
+        ("Gradients of the loss terms", gradient_table(evidence)),
         ("Training cost", _cost(evidence)),
         ("Live decoding", _live(evidence)),
         ("Calibration", _calibration(evidence, picture)),
@@ -66,6 +70,8 @@ def report(results: str = "studies/smollm2/results", output: str = "docs/study-s
     ]
     lines = _head(evidence)
     for title, text in parts:
+        if not text:
+            continue
         lines += ["", f"## {title}", "", *text]
     text = "\n".join(line.rstrip() for line in lines)
     while "\n\n\n" in text:
@@ -104,6 +110,7 @@ def _setting(evidence: Evidence) -> list[str]:
         f"* Test: {len(test.suite_names)} suites, {len(prompts)} prompts, at most "
         f"{test.settings.get('max_new_tokens')} new tokens; rounds simulated on the target's own greedy answers. "
         "Last checkpoints, each under the policy that it was trained for, unless a table says otherwise.",
+        *_opened(test),
         "* tau: committed tokens per round, the bonus token included. It is pooled within a suite, averaged over the "
         "runs (seeds) of an arm, then over suites, unweighted.",
         "* Arms:",
@@ -115,6 +122,14 @@ def _setting(evidence: Evidence) -> list[str]:
         shown = f"`{policy_name(policy)}`" if policy else "not measured"
         lines.append(f"  * {arm}: {ARMS.get(arm, 'described in the plan')}; {shown}; seeds {seeds}.")
     return lines
+
+
+def _opened(test: Results) -> list[str]:
+    suites = test.settings.get("opened_suites") or []
+    return [
+        "* No prompt of this round had been measured on before, but for these suites, which an earlier round used up "
+        f"and which are therefore exploratory: {', '.join(suites)}."
+    ] * bool(suites)
 
 
 def _pairs_note(evidence: Evidence) -> list[str]:

@@ -109,10 +109,10 @@ def generate(plan: str = _PLAN) -> None:
     Args:
         plan: The plan file.
     """
-    from split import split
-
     from treespark.data.template import ChatEncoder
     from treespark.target.loading import load_tokenizer
+
+    from split import split
 
     wanted = Plan(plan)
     data, folder = wanted.data, wanted.folder
@@ -225,7 +225,7 @@ def bench(plan: str = _PLAN, part: str = "validation", results: str = _RESULTS) 
 
     Args:
         plan: The plan file.
-        part: Which of validation, calibration, test and live; separated by commas.
+        part: Which of validation, calibration, gradients, test and live; separated by commas.
         results: Folder for the results.
     """
     from measure import PARTS

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from treespark.bench.results import Results
+
 from evidence import Evidence, gather, places, policies, policy_name, suites_at
 from findings import COMPARISONS, POSITIONS_PAPER, Found, compare_all, gain, judge, ratio
 from intervals import TAU, Group, accepts, compare, rates
 from pictures import draw
-
-from treespark.bench.results import Results
 
 SHOWN = ("dspark", "control", "treespark")
 BUDGET = "num_draft_nodes"
@@ -90,6 +90,31 @@ def pair_table(evidence: Evidence, found: Found) -> list[str]:
     if not rows:
         return ["No two arms of a comparison were measured."]
     return table(["ratio", "runs", *shown, "paper", "verdict"], rows)
+
+
+def earlier_table(evidence: Evidence, found: Found) -> list[str]:
+    """The comparisons of earlier rounds beside this one's; nothing without an earlier round."""
+    if not evidence.earlier:
+        return []
+    every = evidence.earlier | {"this round": evidence}
+    rounds = {name: found if other is evidence else compare_all(other, other.test) for name, other in every.items()}
+    rows = []
+    for item in COMPARISONS:
+        for name, intervals in rounds.items():
+            if held := intervals.get((item.first, item.second)):
+                rows.append([f"tau {item.name}", name, *(ratio(held.get(place)) for place in places(evidence.test))])
+    taus = []
+    for name, other in every.items():
+        groups = {arm: group for arm, group in other.groups(other.test).items() if arm in SHOWN}
+        shown = (f"{arm} {number(mean_tau(other.test, group, 'all'))}" for arm, group in groups.items())
+        taus.append(f"{name}: {', '.join(shown)}")
+    return [
+        "Rounds differ in their starts, their constants and their test prompts; each is reported as it came out. The "
+        "plan, the results and the remarks of an earlier round lie in its folder. tau over all suites: "
+        f"{'; '.join(taus)}.",
+        "",
+        *table(["ratio", "round", *places(evidence.test)], rows),
+    ]
 
 
 def position_table(evidence: Evidence, picture: Picture) -> list[str]:
@@ -178,6 +203,23 @@ def _policies(evidence: Evidence, others: dict[str, dict[str, Any]]) -> list[str
         if set(cells) != {"-"}:
             rows.append([arm, *cells])
     return table(["tau, all suites", *(f"`{name}`" for name in others)], rows)
+
+
+def gradient_table(evidence: Evidence) -> list[str]:
+    """Norms and directions of the loss terms' gradients; nothing where they were not measured."""
+    if evidence.gradients is None:
+        return []
+    steps = evidence.study["plan"]["bench"].get("gradient_steps")
+    rows = [
+        [name, f"{item['norm']:.4f}", number(item["to_base"]), number(item["cosine"])]
+        for name, item in evidence.gradients.items()
+    ]
+    return [
+        f"Mean gradient over {steps} batches at the start that the arms continue, each term with its coefficient; "
+        "base: the control's losses together.",
+        "",
+        *table(["term", "norm", "to base", "cosine with base"], rows),
+    ]
 
 
 def search_table(evidence: Evidence) -> list[str]:

@@ -19,6 +19,7 @@ from treespark.bench.gains import pair_up
 from treespark.bench.measures import MEASURES
 from treespark.bench.results import Results
 from treespark.bench.statistics import compare_suites
+from treespark.policies import parse
 
 FOLDER = Path(__file__).parents[2] / "studies" / "smollm2"
 
@@ -277,6 +278,43 @@ def test_what_was_not_run_is_said(script: ModuleType, tmp_path: Path) -> None:
     for name in ("validation.json", "live.json", "calibration.json"):
         assert f"Not run: there is no {name}." in page
     assert "No remarks were written." in page and "No policy was measured under several budgets." in page
+
+
+def test_earlier_rounds_and_used_up_suites(script: ModuleType, tmp_path: Path) -> None:
+    """A round in a folder beside the results is compared pair by pair; suites that it used up are named."""
+    folder = write(tmp_path / "results", *known())
+    runs, test = known()
+    write(tmp_path / "first" / "results", runs[:3], test)
+    assert "Earlier rounds" not in made(script, tmp_path / "first" / "results", tmp_path / "first.md")
+    test.settings["opened_suites"] = ["poetry"]
+    write(folder, runs, test)
+    page = made(script, folder, tmp_path / "page.md")
+    section = page.split("## Earlier rounds")[1].split("\n## ")[0]
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| tau treespark/dspark |")]
+    assert [line[1:3] for line in rows] == [["first", "1.500 [1.500, 1.500]"], ["this round", "1.750 [1.500, 2.000]"]]
+    assert "first: dspark 2.000, control 2.500, treespark 3.333; this round: dspark 2.000" in section
+    assert "an earlier round used up and which are therefore exploratory: poetry." in page
+
+
+def test_live_pair_and_gradients(script: ModuleType, tmp_path: Path) -> None:
+    """The policies that the plan chose for speed are judged as a pair of their own; gradients get a table."""
+    runs, test = known()
+    pair = {"dspark": "Budgeted(k=1,num_draft_nodes=3)", "treespark": "Budgeted(k=4, num_draft_nodes=6)"}
+    folder = write(tmp_path / "results", runs, test, plan={"bench": {"live_pair": pair, "gradient_steps": 5}})
+    decoded = [entry("", None), entry("dspark-1", CHAIN), entry("treespark-1", BUDGETED)]
+    decoded += [entry("dspark-1", parse(pair["dspark"]).config(), True)]
+    decoded += [entry("treespark-1", parse(pair["treespark"]).config(), True)]
+    count = [[1] * 20, [1] * 16, [1] * 18, [2] * 12, [3] * 12]
+    rounds = {arm["name"]: lambda s, i, r=r: r for arm, r in zip(decoded, count, strict=True)}
+    results(decoded, rounds, simulated=False).save(folder / "live.json", computed=False)
+    (folder / "gradients.json").write_text(json.dumps({"L1": {"norm": 0.25, "to_base": 0.5, "cosine": -0.125}}))
+    page = made(script, folder, tmp_path / "page.md")
+    assert "speed treespark/plain = 0.900 [0.900, 0.900], below 1; target +30 % not reached." in page
+    under = "treespark under Budgeted(k=4, num_draft_nodes=6)"
+    assert f"speed {under}/plain = 1.800 [1.800, 1.800], above 1; target +30 % reached." in page
+    ratio = "1.500 [1.500, 1.500], above 1; target +15 % reached."
+    assert f"speed {under}/dspark under Budgeted(k=1, num_draft_nodes=3) = {ratio}" in page
+    assert "Mean gradient over 5 batches" in page and row(page, "L1") == ["0.2500", "0.500", "-0.125"]
 
 
 def test_required_files(script: ModuleType, tmp_path: Path) -> None:
