@@ -107,13 +107,13 @@ class Texts:
         self.texts = sorted(texts, key=lambda text: (len(text.prompt.ids) + len(text.answer), text.suite, text.index))
         self.layers = tuple(layers)
         tokens = repr([(text.prompt.ids, text.answer) for text in self.texts])
-        key = hashlib.sha256(f"{target.spec.fingerprint} {self.layers} {tokens}".encode()).hexdigest()
-        self.features = self._features(file, key)
+        self.key = hashlib.sha256(f"{target.spec.fingerprint} {self.layers} {tokens}".encode()).hexdigest()
+        self.features = self._features(file)
 
-    def _features(self, file: Path, key: str) -> list[TargetFeatures]:
+    def _features(self, file: Path) -> list[TargetFeatures]:
         if file.is_file():
             held = torch.load(file, weights_only=True)
-            if held["key"] == key:
+            if held["key"] == self.key:
                 return [TargetFeatures(*pair) for pair in held["features"]]
         found = []
         columns = (
@@ -129,7 +129,7 @@ class Texts:
                 features = self.target.features(ids, self.layers)
                 found.append(TargetFeatures(features.context[0], features.final[0]))
         part = file.with_name(f".{file.name}.part")
-        torch.save({"key": key, "features": [tuple(item) for item in found]}, part)
+        torch.save({"key": self.key, "features": [tuple(item) for item in found]}, part)
         part.replace(file)
         return found
 
@@ -184,7 +184,8 @@ class Texts:
             settings: Kept with the results.
         """
         results = describe(self.target, drafters, self.suites, arms)
-        results.simulated, results.settings = True, {"batch_sizes": [1], "repeats": 1} | settings
+        results.simulated = True
+        results.settings = {"batch_sizes": [1], "repeats": 1, "texts_sha256": self.key} | settings
         trials = self._known(results, file)
         missing = [arm for arm in arms if arm.name not in trials]
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -203,12 +204,11 @@ class Texts:
         return results
 
     def _known(self, wanted: Results, file: Path) -> dict[str, dict[tuple[str, int], Trial]]:
-        """Trials by arm that a former call wrote: of the same weights and policy, on the same prompts."""
+        """Trials by arm that a former call wrote: of the same weights and policy, on the same texts."""
         if not file.is_file():
             return {}
         former = Results.load(file)
-        prompts = {(text.suite, text.index): text.prompt.sha256 for text in self.texts}
-        if {(item.suite, item.index): item.sha256 for item in former.prompts} != prompts:
+        if former.settings.get("texts_sha256") != self.key:
             return {}
         known = {}
         for arm in wanted.arms:
@@ -265,7 +265,3 @@ class PathMass:
         return [
             [float(predicted / count), float(hits / count), int(count)] for predicted, hits, count in self.sums if count
         ]
-
-    def error(self) -> float:
-        """Expected calibration error: the mean over nodes of |mean prediction - share| of their bin."""
-        return float((self.sums[:, 0] - self.sums[:, 1]).abs().sum() / self.sums[:, 2].sum())

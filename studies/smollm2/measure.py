@@ -76,7 +76,7 @@ def calibration(plan: Plan, results: Path) -> None:
         mass, (arm,) = PathMass(), make_arms(drafters[run.name], "tree")
         texts.simulate(drafters[run.name], arm, mass)
         metrics = {key.removeprefix("val/"): float(value) for key, value in trainer.callback_metrics.items()}
-        found[run.name] = metrics | {"path_mass/calibration_error": mass.error()}
+        found[run.name] = metrics
         assert module.metrics.confidence is not None
         bins = zip(*(column.tolist() for column in module.metrics.confidence.reliability()), strict=True)
         found["reliability"][run.name] = {
