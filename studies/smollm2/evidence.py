@@ -158,13 +158,6 @@ def policies(results: Results) -> list[dict[str, Any]]:
     return found
 
 
-def policy_name(policy: dict[str, Any], without: Sequence[str] = ()) -> str:
-    """A policy as a call, `Budgeted(k=4, num_draft_nodes=32)`."""
-    options = {key: value for key, value in policy.get("init_args", {}).items() if value is not None}
-    shown = ", ".join(f"{key}={value}" for key, value in options.items() if key not in without)
-    return f"{policy['class_path'].rpartition('.')[2]}({shown})"
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

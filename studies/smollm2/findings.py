@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from treespark.bench.arms import policy_name
 from treespark.bench.results import Results
 from treespark.bench.statistics import Interval
 from treespark.policies import parse
 
-from evidence import Evidence, places, policy_name, suites_at
+from evidence import Evidence, places, suites_at
 from intervals import SPEED, Group, accepts, compare
 
 Found = dict[tuple[str, str], dict[str, Interval]]

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from treespark.bench.arms import policy_name
 from treespark.bench.results import Results
 from treespark.bench.statistics import NUM_RESAMPLES
 
-from evidence import ARMS, Evidence, policies, policy_name
+from evidence import ARMS, Evidence, policies
 from findings import LIVE_SUITE, LIVE_TARGETS, SPEED_PAPER, claims, compare_all, gain, plain_group, ratio
 from intervals import SPEED, Group, compare, rates
 from pictures import draw

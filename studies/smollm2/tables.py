@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from treespark.bench.arms import policy_name
 from treespark.bench.results import Results
 
-from evidence import Evidence, gather, places, policies, policy_name, suites_at
+from evidence import Evidence, gather, places, policies, suites_at
 from findings import COMPARISONS, POSITIONS_PAPER, Found, compare_all, gain, judge, ratio
 from intervals import TAU, Group, accepts, compare, rates
 from pictures import draw

@@ -50,9 +50,17 @@ class Arm:
                 "lookup": f"transformers, prompt_lookup_num_tokens={self.lookup_tokens}",
             }
             return words.get(self.baseline, "")
-        config = self.policy.config()
-        options = ", ".join(f"{name}={value}" for name, value in config["init_args"].items() if value is not None)
-        return f"{config['class_path']}({options})"
+        return policy_name(self.policy.config())
+
+
+def policy_name(policy: Mapping[str, Any], without: Sequence[str] = ()) -> str:
+    """Returns a policy's configuration as a call, leaving out options that are None, or named in `without`.
+
+    >>> policy_name({"class_path": "Budgeted", "init_args": {"k": 4, "num_draft_nodes": 32}}, ["k"])
+    'Budgeted(num_draft_nodes=32)'
+    """
+    options = {name: value for name, value in policy["init_args"].items() if value is not None and name not in without}
+    return f"{policy['class_path']}({', '.join(f'{name}={value}' for name, value in options.items())})"
 
 
 def split_names(text: str | Iterable[str]) -> list[str]:
