@@ -70,22 +70,27 @@ class Evidence:
         if missing:
             raise ValueError(f"{path / 'study.json'}: expected plan, data and runs, {', '.join(missing)} not found.")
         remarks = path.parent / "remarks.md"
+        trained = [*study["runs"], *study.get("starts", []), *study.get("search", [])]
         records = {
             name: Results.load(path / f"{name}.json") if (path / f"{name}.json").is_file() else None
             for name in ("test", "validation", "live")
         }
         for name, results in records.items():
-            _check_drafters(f"{name}.json", results, study["runs"])
+            _check_drafters(f"{name}.json", {} if results is None else results.drafters, trained)
         test = records.pop("test")
         assert test is not None
+        others = {}
+        for name in ("calibration", "gradients"):
+            if (path / f"{name}.json").is_file():
+                others[name] = _read(path / f"{name}.json")
+                _check_drafters(f"{name}.json", others[name].get("drafters") or {}, trained)
         rounds = (file.parent for file in sorted(path.parent.glob("*/results/study.json")))
         return cls(
             study,
             test,
             **records,
             earlier={folder.parent.name: cls.load(folder) for folder in rounds},
-            calibration=_read(path / "calibration.json") if (path / "calibration.json").is_file() else None,
-            gradients=_read(path / "gradients.json") if (path / "gradients.json").is_file() else None,
+            **others,
             remarks=remarks.read_text(encoding="utf-8") if remarks.is_file() else None,
         )
 
@@ -168,13 +173,13 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _check_drafters(file: str, results: Results | None, runs: Sequence[dict[str, Any]]) -> None:
+def _check_drafters(file: str, drafters: dict[str, dict[str, Any]], runs: Sequence[dict[str, Any]]) -> None:
     """Raises where records and runs are of different weights: one of them is stale."""
-    drafters: dict[str, dict[str, Any]] = {} if results is None else results.drafters
     for run in runs:
         measured = drafters.get(run["name"], {}).get("sha256")
-        if None not in (measured, run["drafter_sha256"]) and measured != run["drafter_sha256"]:
+        trained = run.get("drafter_sha256")
+        if None not in (measured, trained) and measured != trained:
             raise ValueError(
-                f"{file} measured {run['name']} with weights {measured[:12]}, study.json trained "
-                f"{run['drafter_sha256'][:12]}: bench it again."
+                f"{file} measured {run['name']} with weights {measured[:12]}, study.json trained {trained[:12]}: "
+                "bench it again."
             )

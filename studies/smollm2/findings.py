@@ -13,7 +13,7 @@ from treespark.bench.statistics import Interval
 from treespark.policies import parse
 
 from evidence import Evidence, places, suites_at
-from intervals import SPEED, Group, accepts, compare
+from intervals import SPEED, Group, accepts, compare, paired, rates
 
 Found = dict[tuple[str, str], dict[str, Interval]]
 
@@ -92,11 +92,13 @@ def gain(value: float) -> str:
     return f"{100 * value:+.1f} %"
 
 
-def verdict(interval: Interval) -> str:
-    """What the interval says of the ratio."""
+def verdict(interval: Interval, noise: float = 0.0) -> str:
+    """What the interval says of the ratio; a ratio within the noise of seeds says nothing."""
     if math.isnan(interval.low):
         return "no interval"
-    return "above 1" if interval.low > 1 else "below 1" if interval.high < 1 else "not distinguishable from 1"
+    if abs(interval.value - 1) > noise and not interval.low <= 1 <= interval.high:
+        return "above 1" if interval.low > 1 else "below 1"
+    return "not distinguishable from 1"
 
 
 def reached(interval: Interval, target: float) -> str:
@@ -105,14 +107,42 @@ def reached(interval: Interval, target: float) -> str:
     return f"target {100 * target:+.4g} % {'reached' if met else 'not reached'}"
 
 
-def judge(item: Comparison, found: Mapping[str, Interval]) -> str:
-    """The words beside a comparison: the places with a target, then the last place."""
-    last = list(found)[-1]
+def seed_noise(evidence: Evidence, place: str) -> float:
+    """The largest |ratio - 1| of tau between two runs of one arm, which differ by their seed alone; 0 without any."""
+    test, found = evidence.test, [0.0]
+    for group in evidence.groups(test).values():
+        taus = rates(test, suites_at(test, place), group).mean(0)
+        found += [float(abs(one / other - 1)) for one in taus for other in taus]
+    return max(found)
+
+
+def noise_of(evidence: Evidence, item: Comparison, place: str) -> float:
+    """The noise that a comparison's interval leaves out: that of seeds where one seed alone was compared."""
+    groups = evidence.groups(evidence.test)
+    first, second = paired(groups[item.first], groups[item.second])
+    return seed_noise(evidence, place) if min(len(first.seeds), len(second.seeds)) == 1 else 0.0
+
+
+def main_place(evidence: Evidence) -> str:
+    """Where a comparison is judged: all suites, or the general ones where others hold prompts of an earlier round."""
+    found = [place for place in places(evidence.test) if not opened(evidence, place)]
+    return found[-1] if found else places(evidence.test)[-1]
+
+
+def opened(evidence: Evidence, place: str) -> bool:
+    """Whether a place has suites whose prompts an earlier round measured on."""
+    return not set(evidence.test.settings.get("opened_suites") or []).isdisjoint(suites_at(evidence.test, place))
+
+
+def judge(evidence: Evidence, item: Comparison, found: Mapping[str, Interval]) -> str:
+    """The words beside a comparison: the places with a target, and the main place."""
     words = []
     for place, interval in found.items():
         target = item.targets.get(place)
-        if target is not None or place == last:
-            words.append(f"{place}: {verdict(interval)}" + (f", {reached(interval, target)}" if target else ""))
+        if target is not None or place == main_place(evidence):
+            text = f"{place}: {verdict(interval, noise_of(evidence, item, place))}"
+            text += f", {reached(interval, target)}" if target else ""
+            words.append(text + (" (exploratory)" if opened(evidence, place) else ""))
     return "; ".join(words)
 
 
@@ -125,12 +155,12 @@ def claims(evidence: Evidence, found: Found) -> tuple[list[str], list[str]]:
         if intervals is None:
             (ours if own else paper).append(f"**Not measured.** {item.claim} (tau {item.name}).")
             continue
-        # The paper's figures are of single places; the rest is judged over all suites.
-        for place in item.paper or [list(intervals)[-1]]:
+        # The paper's figures are of single places; the rest is judged at the main one.
+        for place in item.paper or [main_place(evidence)]:
             if place in intervals:
-                sentence = _sentence(
-                    f"{item.claim}, {_where(place)}", f"tau {item.name}", intervals[place], item.expected
-                )
+                text, noise = f"{item.claim}, {_where(place)}", noise_of(evidence, item, place)
+                text += " (exploratory)" if opened(evidence, place) else ""
+                sentence = _sentence(text, f"tau {item.name}", intervals[place], item.expected, noise)
                 sentence += f" The paper: {gain(item.paper[place])}." if place in item.paper else ""
                 target = item.targets.get(place)
                 sentence += f" T{reached(intervals[place], target)[1:]}." if target else ""
@@ -143,10 +173,11 @@ def _position_claims(evidence: Evidence) -> list[str]:
     if not {"treespark", "dspark"} <= groups.keys():
         return []
     sentences = []
+    place = main_place(evidence)
     for depth in dict.fromkeys((1, test.depths)):
-        suites = suites_at(test, "all")
+        suites = suites_at(test, place)
         interval = compare(test, suites, groups["treespark"], groups["dspark"], accepts(depth))
-        text = f"More rounds accept position {depth}, {_where('all')}"
+        text = f"More rounds accept position {depth}, {_where(place)}"
         paper = f" The paper: {POSITIONS_PAPER[depth]}." if depth in POSITIONS_PAPER else ""
         sentences.append(_sentence(text, "acceptance treespark/dspark", interval, "above") + paper)
     return sentences
@@ -198,8 +229,10 @@ def _where(place: str) -> str:
     return "over all suites" if place == "all" else f"on {place} suites"
 
 
-def _sentence(claim: str, name: str, interval: Interval, expected: str) -> str:
-    state = verdict(interval)
+def _sentence(claim: str, name: str, interval: Interval, expected: str, noise: float = 0.0) -> str:
+    state = verdict(interval, noise)
     opposite = {"above": "below 1", "below": "above 1"}[expected]
     word = {f"{expected} 1": "Holds", opposite: "Does not hold"}.get(state, "Open")
+    if noise:
+        state += f" (one seed each; runs of one arm differ by up to {100 * noise:.1f} %)"
     return f"**{word}.** {claim}: {name} = {ratio(interval)}, {state}."

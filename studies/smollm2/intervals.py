@@ -6,7 +6,7 @@ Shapes: S suites, P prompts of a suite, R repeats of each, n runs, B resamples.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +40,17 @@ class Group:
     label: str
     names: tuple[str, ...]
     seeds: tuple[int, ...]
+
+    def only(self, seeds: Collection[int]) -> Group:
+        """The runs of some seeds."""
+        kept = [(name, seed) for name, seed in zip(self.names, self.seeds, strict=True) if seed in seeds]
+        return Group(self.label, tuple(name for name, _ in kept), tuple(seed for _, seed in kept))
+
+
+def paired(first: Group, second: Group) -> tuple[Group, Group]:
+    """Two arms with the seeds that they share, or whole where they share none."""
+    shared = set(first.seeds) & set(second.seeds)
+    return (first.only(shared), second.only(shared)) if shared else (first, second)
 
 
 def accepts(depth: int) -> Measure:
@@ -79,8 +90,9 @@ def compare(
 
     Each run's sums are pooled within a suite; its rate is averaged over the arm's runs, then over suites, unweighted
     (for a speed, the suites' gains are averaged: arXiv 2610.20175). A resample draws prompts within each suite, the
-    same ones for all runs of both arms, and runs of each arm, the same ones for all suites. Arms with the same seeds
-    draw the same runs: what a seed does to both cancels. With one run each it is `compare_suites`.
+    same ones for all runs of both arms, and runs of each arm, the same ones for all suites. Arms that share seeds are
+    compared on these alone and draw the same runs: what a seed does to both cancels. With one run each it is
+    `compare_suites`.
 
     Args:
         results: The records.
@@ -90,6 +102,7 @@ def compare(
         measure: What is compared.
         num_resamples: B.
     """
+    first, second = paired(first, second)
     names = (*first.names, *second.names)
     count, combine = len(first.names), mean_of_gains if measure.is_speed else ratio_of_means
     tables = {suite: suite_columns(results, suite, names, measure) for suite in suites}

@@ -48,7 +48,7 @@ def test(plan: Plan, results: Path) -> None:
     texts = answer(target, suites, limit, plan.folder / "test_answers.json")
     held = Texts(target, suites, texts, layers(drafters), plan.folder / "test_features.pt")
     arms = make_arms(drafters, "recorded")
-    chosen = {name: drafter for name, drafter in drafters.items() if name in settings["budget_runs"]}
+    chosen = {run.name: drafters[run.name] for run in _named(plan, settings["budget_runs"], "arms")}
     if chosen:
         more = make_arms(chosen, "recorded,chain,tree", settings["policies"], settings["budgets"])
         arms += [arm for arm in more if not any(_same(arm, other) for other in arms)]
@@ -62,8 +62,8 @@ def calibration(plan: Plan, results: Path) -> None:
 
     from treespark.commands.recipe import read_recipe
 
-    found: dict[str, Any] = {"reliability": {}}
-    runs = [run for run in _done(plan, "starts", "arms") if run.name in plan.content["bench"]["calibration"]]
+    runs = _named(plan, plan.content["bench"]["calibration"], "starts", "arms")
+    found: dict[str, Any] = {"drafters": {run.name: {"sha256": _sha256(run)} for run in runs}, "reliability": {}}
     target = Target.load(plan.content["target"])
     drafters = load(target, runs)
     texts = validation_texts(plan, target, drafters)
@@ -95,13 +95,15 @@ def gradients(plan: Plan, results: Path) -> None:
     for run in arms.values():
         terms |= {item["class_path"]: [item] for item in run.recipe()["model"]["losses"][count:]}
     found = term_gradients(recipe, terms, plan.content["bench"]["gradient_steps"], plan.folder / "gradients")
-    write_json(results / "gradients.json", found)
+    parent = arms["control"].parent
+    drafters = {} if parent is None else {parent.name: {"sha256": _sha256(parent)}}
+    write_json(results / "gradients.json", {"drafters": drafters, "terms": found})
 
 
 def live(plan: Plan, results: Path) -> None:
     """Live decoding of the final arms at batch 1, by turns with plain decoding."""
     settings = plan.content["bench"]
-    runs = [run for run in _done(plan, "arms") if run.name in settings["live"]]
+    runs = _named(plan, settings["live"], "arms")
     words = ["--figures", "false", "--drafter", ",".join(f"{run.name}={run.drafter}" for run in runs)]
     words += ["--suites", settings["live_suites"], "--num_prompts", str(settings["live_prompts"])]
     words += ["--max_new_tokens", str(plan.data["max_new_tokens"]), "--modes", "plain,recorded"]
@@ -146,6 +148,22 @@ def _done(plan: Plan, *parts: str) -> list[Run]:
     if not runs:
         raise SystemExit(f"bench: nothing of {', '.join(parts)} is trained; run `study.py train` first.")
     return runs
+
+
+def _named(plan: Plan, names: Sequence[str], *parts: str) -> list[Run]:
+    """Runs by name.
+
+    Raises:
+        SystemExit: When one of them is not trained.
+    """
+    runs = {run.name: run for run in _done(plan, *parts)}
+    if missing := [name for name in names if name not in runs]:
+        raise SystemExit(f"bench: the plan names {', '.join(missing)}; trained are {', '.join(runs)}.")
+    return [runs[name] for name in names]
+
+
+def _sha256(run: Run) -> str | None:
+    return None if run.record is None else run.record["drafter_sha256"]
 
 
 def _same(arm: Arm, other: Arm) -> bool:

@@ -11,8 +11,8 @@ from treespark.bench.arms import policy_name
 from treespark.bench.results import Results
 from treespark.bench.statistics import NUM_RESAMPLES
 
-from evidence import ARMS, Evidence, policies
-from findings import LIVE_SUITE, LIVE_TARGETS, SPEED_PAPER, claims, compare_all, gain, plain_group, ratio
+from evidence import ARMS, Evidence, places, policies
+from findings import LIVE_SUITE, LIVE_TARGETS, SPEED_PAPER, claims, compare_all, gain, plain_group, ratio, seed_noise
 from intervals import SPEED, Group, compare, rates
 from pictures import draw
 from tables import (
@@ -34,7 +34,7 @@ from tables import (
 CALIBRATION = ("confidence/calibration_error", "confidence/brier", "coverage/total", "edge_loss")
 
 
-def report(results: str = "studies/smollm2/results", output: str = "docs/study-smollm2.md") -> None:
+def report(results: str | Path, output: str | Path) -> None:
     """Writes the report and, beside it, its pictures.
 
     Args:
@@ -106,8 +106,8 @@ def _setting(evidence: Evidence) -> list[str]:
         f"* Data: greedy answers of {name} to {_count(data, 'num_prompts')} prompts ({kinds}), "
         f"{_count(data, 'num_own_writing')} of the writing prompts our own; {_count(data, 'num_removed')} were removed "
         f"because they overlap an evaluation suite. {_count(data, 'num_train')} train, "
-        f"{_count(data, 'num_validation')} validate; {_count(data, 'num_tokens')} tokens"
-        + (f", {100 * share:.1f} % of them in the draft vocabulary." if share is not None else "."),
+        f"{_count(data, 'num_validation')} validate; {_count(data, 'num_tokens')} tokens, prompts included"
+        + (f"; {100 * share:.1f} % of the validation answers' tokens can be drafted." if share is not None else "."),
         f"* Test: {len(test.suite_names)} suites, {len(prompts)} prompts, at most "
         f"{test.settings.get('max_new_tokens')} new tokens; rounds simulated on the target's own greedy answers. "
         "Last checkpoints, each under the policy that it was trained for, unless a table says otherwise.",
@@ -128,8 +128,8 @@ def _setting(evidence: Evidence) -> list[str]:
 def _opened(test: Results) -> list[str]:
     suites = test.settings.get("opened_suites") or []
     return [
-        "* No prompt of this round had been measured on before, but for these suites, which an earlier round used up "
-        f"and which are therefore exploratory: {', '.join(suites)}."
+        "* No test prompt of these simulated rounds had been measured on before, but for those of suites that an "
+        f"earlier round used up, which are therefore exploratory: {', '.join(suites)}."
     ] * bool(suites)
 
 
@@ -138,10 +138,13 @@ def _pairs_note(evidence: Evidence) -> list[str]:
     words = {1: "one seed an arm", 2: "two seeds an arm", 3: "three seeds an arm"}.get(most, f"{most} seeds an arm")
     return [
         f"Ratios with 95 % bootstrap intervals: {NUM_RESAMPLES:,} resamples draw prompts within suites, the same for "
-        "both arms, and runs of each arm (runs of equal seeds together where both arms have the same seeds). With at "
-        f"most {words}, the seeds' part of an interval is rough, and an arm with one run has none. *runs*: of the "
-        "first and of the second arm. *paper*: arXiv 2610.20175, Qwen3-4B. A target is reached when the ratio reaches "
-        "it and the interval lies above 1.",
+        "both arms, and runs of each arm (arms that share seeds are compared on these alone, and draw them together). "
+        f"All seeds of an arm continue the same start. With at most {words}, the seeds' part of an interval is rough; "
+        "where one seed alone is compared it has none, and a ratio counts only if it is further from 1 than any two "
+        "runs of one arm are from each other "
+        f"({', '.join(f'{100 * seed_noise(evidence, place):.1f} % {place}' for place in places(evidence.test))}). "
+        "*runs*: of the first and of the second arm. *paper*: arXiv 2610.20175, Qwen3-4B. A target is reached when the "
+        "ratio reaches it and the interval lies above 1.",
     ]
 
 
@@ -226,7 +229,7 @@ def _calibration(evidence: Evidence, picture: Picture) -> list[str]:
     curves = found.get("reliability") or {}
     starts = {run.get("start") for run in evidence.runs}
     order = [run["name"] for run in evidence.runs]
-    names = [name for name in found if name != "reliability"]
+    names = [name for name in found if name not in ("reliability", "drafters")]
     names.sort(key=lambda name: order.index(name) if name in order else -1)
     keys = [key for key in CALIBRATION if any(key in found[name] for name in names)]
     further = dict.fromkeys(key for name in names for key in found[name] if not isinstance(found[name][key], list))

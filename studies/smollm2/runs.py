@@ -36,6 +36,7 @@ class Run:
         options: What the plan gives: head_dim_ratio, policy, losses, base, learning_rate, start.
         folder: Where it is kept.
         data: Folder of the study's data.
+        parent: The run that it continues.
     """
 
     name: str
@@ -45,12 +46,7 @@ class Run:
     options: dict[str, Any]
     folder: Path
     data: Path
-
-    @property
-    def start(self) -> str | None:
-        """Name of the run that this one continues."""
-        start: str | None = self.options.get("start")
-        return start
+    parent: Run | None = None
 
     @property
     def drafter(self) -> Path:
@@ -60,15 +56,13 @@ class Run:
     @property
     def record(self) -> dict[str, Any] | None:
         """What was kept of the finished run, or None."""
-        file = self.folder / "run.json"
-        found: dict[str, Any] | None = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-        return found
+        return read_json(self.folder / "run.json") or None
 
     def recipe(self) -> dict[str, Any]:
         """Composes the recipe: recipe.yaml with what the plan changes.
 
         Raises:
-            ValueError: For a key that the plan may not give.
+            ValueError: For a key, a policy or a base loss that the plan may not give.
         """
         known = {"start", "head_dim_ratio", "policy", "base", "losses", "learning_rate", "steps", "seeds"}
         if unknown := self.options.keys() - known:
@@ -77,15 +71,21 @@ class Run:
         model, data, trainer = recipe["model"], recipe["data"], recipe["trainer"]
         recipe["seed_everything"] = data["seed"] = self.seed
         model["drafter"]["init_args"]["head_dim_ratio"] = self.options.get("head_dim_ratio", 1.5)
-        if self.options.get("policy", "tree") == "chain":
+        policy, base = self.options.get("policy", "tree"), {term["class_path"] for term in model["losses"]}
+        if policy not in ("chain", "tree"):
+            raise ValueError(f"plan: {self.arm} has the policy {policy!r}; expected chain or tree.")
+        if unknown := self.options.get("base", {}).keys() - base:
+            expected = f"expected some of {sorted(base)}"
+            raise ValueError(f"plan: {self.arm} has the base losses {sorted(unknown)}; {expected}.")
+        if policy == "chain":
             model["policy"] = {"class_path": "Chain"}
         for term in model["losses"]:
             term["init_args"] |= self.options.get("base", {}).get(term["class_path"], {})
         for name, options in self.options.get("losses", {}).items():
             model["losses"].append({"class_path": name, "init_args": copy.deepcopy(options)})
         model["learning_rate"] = self.options.get("learning_rate", model["learning_rate"])
-        if self.start is not None:
-            model["init_from"] = str(self.folder.parent / self.start / "drafter")
+        if self.parent is not None:
+            model["init_from"] = str(self.parent.drafter)
         model["features"]["init_args"]["folder"] = str(self.data / "features")
         data["train"], data["val"] = str(self.data / "train.jsonl"), str(self.data / "validation.jsonl")
         trainer["default_root_dir"], trainer["max_steps"] = str(self.folder), self.steps
@@ -98,32 +98,36 @@ class Run:
         return recipe
 
     def recipe_sha256(self) -> str:
-        """Identity of the composed recipe and of the run that it continues."""
-        parent = (
-            None if self.start is None else Run(self.start, "", 0, 0, {}, self.folder.parent / self.start, self.data)
-        )
-        start = None if parent is None else parent.record
-        text = yaml.safe_dump(self.recipe()) + str(start and start["drafter_sha256"])
+        """Identity of the composed recipe, of the training data, and of the drafter that it continues."""
+        start = None if self.parent is None else self.parent.record
+        data = read_json(self.data / "data.json").get("train_sha256")
+        text = f"{yaml.safe_dump(self.recipe())}{data} {start and start['drafter_sha256']}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def is_done(self) -> bool:
-        """Whether the run was finished under the same recipe."""
+        """Whether the run, and the one that it continues, were finished under the same recipe and data."""
+        if self.parent is not None and not self.parent.is_done():
+            return False
         return self.record is not None and self.record["recipe_sha256"] == self.recipe_sha256()
 
     def train(self, threads: int) -> None:
         """Trains in a process of its own; a run that was cut off goes on from its last checkpoint.
 
         Raises:
-            RuntimeError: When the training fails; its log is named.
+            RuntimeError: When the run that it continues is not trained, or the training fails; its log is named.
         """
+        if self.parent is not None and not self.parent.is_done():
+            parent = self.parent.name
+            raise RuntimeError(f"{self.name} continues {parent}, which is not trained: `train --part starts` first.")
         self.folder.mkdir(parents=True, exist_ok=True)
         text, recipe = yaml.safe_dump(self.recipe(), sort_keys=False), self.folder / "recipe.yaml"
         checkpoint, identity = self.folder / "checkpoints" / "last.ckpt", self.folder / "recipe.sha256"
-        resumed = checkpoint.is_file() and identity.is_file() and identity.read_text() == self.recipe_sha256()
+        sha256 = self.recipe_sha256()  # now: the files that it is of may change while the training runs
+        resumed = checkpoint.is_file() and identity.is_file() and identity.read_text() == sha256
         if not resumed:
             checkpoint.unlink(missing_ok=True)
         recipe.write_text(text, encoding="utf-8")
-        identity.write_text(self.recipe_sha256(), encoding="utf-8")
+        identity.write_text(sha256, encoding="utf-8")
         command = [sys.executable, "-m", "treespark", "fit", "--config", str(recipe)]
         if resumed:
             command += ["--ckpt_path", str(checkpoint)]
@@ -141,7 +145,7 @@ class Run:
                 "name": self.name,
                 "arm": self.arm,
                 "seed": self.seed,
-                "start": self.start,
+                "start": None if self.parent is None else self.parent.name,
                 "steps": self.steps,
                 "options": self.options,
                 "losses": self.options.get("losses", {}),
@@ -149,7 +153,7 @@ class Run:
                 "threads": threads,
                 "num_parameters": sum(p.numel() for p in trained.parameters() if p.requires_grad),
                 "drafter_sha256": weights_hash(trained),
-                "recipe_sha256": self.recipe_sha256(),
+                "recipe_sha256": sha256,
                 "versions": provenance.get("versions"),
                 "hardware": {key: provenance.get(key) for key in ("cpu", "platform")},
             },
@@ -168,6 +172,12 @@ def treespark(*words: str) -> None:
         raise SystemExit(done.returncode)
 
 
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON file's content; empty where there is none."""
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return found
+
+
 def write_json(file: Path, content: Any) -> None:
     """Writes a JSON file atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -184,7 +194,7 @@ def train_all(runs: list[Run], jobs: int) -> None:
         jobs: Trainings side by side; each has its share of the processors.
 
     Raises:
-        RuntimeError: When a training fails; the others that run are waited for.
+        RuntimeError: When a training fails, or a start is not trained; the others that run are waited for.
     """
     waiting = [run for run in runs if not run.is_done()]
     threads = max(1, (os.cpu_count() or 1) // jobs)
@@ -194,7 +204,8 @@ def train_all(runs: list[Run], jobs: int) -> None:
         running: dict[Any, Run] = {}
         while waiting or running:
             names = {run.name for run in [*waiting, *running.values()]}
-            ready = [run for run in waiting if run.start not in names][: jobs - len(running)]
+            ready = [run for run in waiting if run.parent is None or run.parent.name not in names]
+            ready = ready[: jobs - len(running)]
             for run in ready:
                 waiting.remove(run)
                 if run.is_done():  # what it continues was not trained when that was asked first

@@ -15,6 +15,7 @@ import json
 import os
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,9 @@ from jsonargparse import auto_cli
 from rich.console import Console
 from rich.table import Table
 
-from runs import HERE, Run, train_all, treespark, write_json
+from runs import HERE, Run, read_json, train_all, treespark, write_json
 
 _PLAN = os.path.relpath(HERE / "plan.yaml")
-_RESULTS = os.path.relpath(HERE / "results")
 
 
 class Plan:
@@ -37,36 +37,66 @@ class Plan:
     """
 
     def __init__(self, file: str) -> None:
+        if not Path(file).is_file():
+            raise FileNotFoundError(f"{file}: no such plan; run this from the repository's root, or give --plan FILE.")
         self.content: dict[str, Any] = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
         self.folder = Path(self.content["folder"])
+        own = Path(file).samefile(HERE / "plan.yaml")  # what another plan gives stays in its folder
+        self.results = Path(os.path.relpath(HERE / "results")) if own else self.folder / "results"
+        self.report = Path("docs/study-smollm2.md") if own else self.folder / "report.md"
         self.data: dict[str, Any] = self.content["data"]
 
     def runs(self, part: str) -> list[Run]:
-        """The runs of a part of the plan: starts, search or arms; one for each seed."""
-        found = []
-        for arm, options in self.content.get(part, {}).items():
-            for seed in options.get("seeds", [0]):
+        """The runs of a part of the plan: starts, search or arms; one for each seed.
+
+        An arm whose steps follow from step times is left out until these were taken.
+
+        Raises:
+            ValueError: For a run that continues one that is no start of the plan.
+        """
+        found: list[Run] = []
+        starts = {} if part == "starts" else {run.name: run for run in self.runs("starts")}
+        for arm, options in (self.content.get(part) or {}).items():
+            start = options.get("start")
+            known = {run.name: run for run in found} if part == "starts" else starts
+            if start is not None and start not in known:
+                raise ValueError(f"plan: {arm} continues {start!r}; expected one of the starts {', '.join(known)}.")
+            # A start's seed is no other run's: the same order of data would be trained on twice.
+            for seed in options.get("seeds", [0 if part == "starts" else 1]):
                 name = arm if part != "arms" else f"{arm}-{seed}"
                 steps = self._steps(options["steps"])
                 if steps is not None:
-                    found.append(Run(name, arm, seed, steps, options, self.folder / "runs" / name, self.folder))
+                    folder = self.folder / "runs" / name
+                    parent = known[start] if start is not None else None
+                    found.append(Run(name, arm, seed, steps, options, folder, self.folder, parent))
         return found
+
+    def timed(self) -> list[Run]:
+        """The arms whose step is timed, as runs of their own."""
+        starts, found = {run.name: run for run in self.runs("starts")}, []
+        for arm in self.content["timed"]:
+            options = self.content["arms"][arm]
+            parent = starts.get(options.get("start"))
+            found.append(Run(arm, arm, 1, options["steps"], options, self.folder / "timing" / arm, self.folder, parent))
+        return found
+
+    def step_times(self) -> dict[str, float]:
+        """Seconds per step by arm, alone on the machine; nothing until those of these very recipes were taken."""
+        held = read_json(self.folder / "step_times.json")
+        if not held or held.get("recipes") != {run.arm: run.recipe_sha256() for run in self.timed()}:
+            return {}
+        seconds: dict[str, float] = held["seconds"]
+        return seconds
 
     def _steps(self, steps: int | dict[str, Any]) -> int | None:
         """A number of steps; `{of: a, compute_of: b}` gives a's steps times how much longer a step of b takes."""
         if isinstance(steps, int):
             return steps
-        times = read_json(self.folder / "step_times.json")
+        times = self.step_times()
         if steps["of"] not in times or steps["compute_of"] not in times:
-            return None  # timed by `train`, before the arms
+            return None
         base = self.content["arms"][steps["of"]]["steps"]
         return round(base * times[steps["compute_of"]] / times[steps["of"]])
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON file's content; empty where there is none."""
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return found
 
 
 def plan(plan: str = _PLAN) -> None:
@@ -76,7 +106,7 @@ def plan(plan: str = _PLAN) -> None:
         plan: The plan file.
     """
     wanted = Plan(plan)
-    times = read_json(wanted.folder / "step_times.json")
+    times = wanted.step_times()
     known = read_json(wanted.folder / "data.json")
     table = Table("stage", "what", "hours", "bytes", title="The study's plan", title_justify="left")
     tokens = known.get("num_tokens")
@@ -126,9 +156,8 @@ def generate(plan: str = _PLAN) -> None:
     content = {"num_prompts": data["num_prompts"], "seed": data["seed"], "mixture": sources}
     mixture.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     prompts, answers = folder / "prompts.jsonl", folder / "answers.jsonl"
-    if not prompts.is_file():
-        suites = [str(file) for file in sorted(Path(data["suites"]).rglob("*.jsonl"))]
-        treespark("mix", "--sources", str(mixture), "--suites", *suites, "--output", str(prompts))
+    suites = [str(file) for file in sorted(Path(data["suites"]).rglob("*.jsonl"))]
+    treespark("mix", "--sources", str(mixture), "--suites", *suites, "--output", str(prompts))
     treespark(
         "generate", "--target", wanted.content["target"], "--prompts", str(prompts), "--output", str(answers),
         "--max_new_tokens", str(data["max_new_tokens"]), "--batch_size", str(data["generate_batch_size"]),
@@ -191,25 +220,31 @@ def train(plan: str = _PLAN, part: str = "starts,search,arms", jobs: int = 1) ->
         part: Which of starts, search, arms and times (of a step, timed alone); separated by commas.
         jobs: Trainings side by side.
     """
-    for name in part.split(","):
+    parts = [name.strip() for name in part.split(",")]
+    known = ("starts", "search", "times", "arms")
+    if unknown := [name for name in parts if name not in known]:
+        raise SystemExit(f"train: unknown part {unknown[0]!r}; expected some of {', '.join(known)}.")
+    for name in parts:
+        wanted = Plan(plan)
         if name == "times":
-            time_steps(Plan(plan))
-        else:
-            train_all(Plan(plan).runs(name), jobs)
+            time_steps(wanted)
+            continue
+        runs = wanted.runs(name)
+        train_all(runs, jobs)
+        for arm in wanted.content[name].keys() - {run.arm for run in runs}:
+            print(f"{arm} was not trained: its steps follow from step times; run `train --part times,arms`.")
 
 
 def time_steps(plan: Plan) -> None:
     """Times a step of the arms that the equal-compute control needs: two short trainings each, by turns, alone."""
-    file = plan.folder / "step_times.json"
-    if file.is_file():
+    if plan.step_times():
         return
     lengths, seconds = (4, 34), {}
-    arms = {run.arm: run for run in plan.runs("arms") if run.arm in plan.content["timed"]}
+    arms = {run.arm: run for run in plan.timed()}
     for steps in lengths:
         for arm, run in arms.items():
-            short = Run(f"timing-{arm}", arm, 0, steps, run.options, plan.folder / "timing" / arm, plan.folder)
+            short = replace(run, steps=steps)
             recipe = short.recipe() | {"checkpoint": {"monitor": None, "save_top_k": 0}}
-            recipe["model"]["init_from"] = run.recipe()["model"].get("init_from")
             recipe["trainer"]["enable_checkpointing"] = False
             recipe["trainer"]["logger"] = False
             short.folder.mkdir(parents=True, exist_ok=True)
@@ -217,30 +252,37 @@ def time_steps(plan: Plan) -> None:
             started = time.monotonic()
             treespark("fit", "--config", str(short.folder / "recipe.yaml"))
             seconds[arm, steps] = time.monotonic() - started
-    write_json(file, {arm: (seconds[arm, lengths[1]] - seconds[arm, lengths[0]]) / 30 for arm in arms})
+    write_json(
+        plan.folder / "step_times.json",
+        {
+            "recipes": {arm: run.recipe_sha256() for arm, run in arms.items()},
+            "seconds": {arm: (seconds[arm, lengths[1]] - seconds[arm, lengths[0]]) / 30 for arm in arms},
+        },
+    )
 
 
-def bench(plan: str = _PLAN, part: str = "validation", results: str = _RESULTS) -> None:
+def bench(plan: str = _PLAN, part: str = "validation") -> None:
     """Measures: validation prompts and test suites by simulated rounds, calibration, and the final arms live.
 
     Args:
         plan: The plan file.
         part: Which of validation, calibration, gradients, test and live; separated by commas.
-        results: Folder for the results.
     """
     from measure import PARTS
 
-    wanted, folder = Plan(plan), Path(results)
-    for name in part.split(","):
-        if name not in PARTS:
-            raise SystemExit(f"bench: unknown part {name!r}; expected some of {', '.join(PARTS)}.")
+    wanted = Plan(plan)
+    folder = wanted.results
+    parts = [name.strip() for name in part.split(",")]
+    if unknown := [name for name in parts if name not in PARTS]:
+        raise SystemExit(f"bench: unknown part {unknown[0]!r}; expected some of {', '.join(PARTS)}.")
+    for name in parts:
         PARTS[name](wanted, folder)
-    describe(wanted, folder)
+        describe(wanted, folder)
 
 
 def describe(plan: Plan, results: Path) -> None:
     """Writes study.json: the plan, the data and the runs, as the report reads them."""
-    times = read_json(plan.folder / "step_times.json")
+    times = plan.step_times()
     found: dict[str, list[dict[str, Any]]] = {}
     for part in ("starts", "search", "arms"):
         found[part] = [dict(run.record or {}) for run in plan.runs(part) if run.is_done()]
@@ -252,6 +294,7 @@ def describe(plan: Plan, results: Path) -> None:
             "group": record["name"].split("-")[0],
             "options": {key: value for key, value in record["options"].items() if key not in ("start", "steps")},
             "steps": record["steps"],
+            "drafter_sha256": record["drafter_sha256"],
         }
         for record in found["search"]
     ]
@@ -266,16 +309,16 @@ def describe(plan: Plan, results: Path) -> None:
     write_json(results / "study.json", content)
 
 
-def report(results: str = _RESULTS, output: str = "docs/study-smollm2.md") -> None:
-    """Makes the report from the stored results.
+def report(plan: str = _PLAN) -> None:
+    """Makes the report from the stored results: docs/study-smollm2.md, or report.md in the folder of another plan.
 
     Args:
-        results: Folder of the results.
-        output: The Markdown file; its pictures get its name.
+        plan: The plan file.
     """
     from report import report as make
 
-    make(results, output)
+    wanted = Plan(plan)
+    make(wanted.results, wanted.report)
 
 
 if __name__ == "__main__":

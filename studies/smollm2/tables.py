@@ -12,7 +12,7 @@ from treespark.bench.results import Results
 
 from evidence import Evidence, gather, places, policies, suites_at
 from findings import COMPARISONS, POSITIONS_PAPER, Found, compare_all, gain, judge, ratio
-from intervals import TAU, Group, accepts, compare, rates
+from intervals import TAU, Group, accepts, compare, paired, rates
 from pictures import draw
 
 SHOWN = ("dspark", "control", "treespark")
@@ -84,10 +84,11 @@ def pair_table(evidence: Evidence, found: Found) -> list[str]:
         intervals = found.get((item.first, item.second))
         if intervals is None:
             continue
-        runs = f"{len(groups[item.first].names)}/{len(groups[item.second].names)}"
+        pair = paired(groups[item.first], groups[item.second])
+        runs = "/".join(str(len(group.names)) for group in pair)
         paper = ", ".join(f"{gain(value)} {place}" for place, value in item.paper.items()) or "-"
         cells = [ratio(intervals[place]) for place in shown]
-        rows.append([f"tau {item.name}", runs, *cells, paper, judge(item, intervals)])
+        rows.append([f"tau {item.name}", runs, *cells, paper, judge(evidence, item, intervals)])
     if not rows:
         return ["No two arms of a comparison were measured."]
     return table(["ratio", "runs", *shown, "paper", "verdict"], rows)
@@ -179,10 +180,13 @@ def _sweep(
     test, budgets = evidence.test, sorted(members)
     found = {budget: evidence.groups(test, members[budget]) for budget in budgets}
     rows = []
+    for arm in evidence.arms:  # the same runs under every budget
+        _share_seeds([groups for groups in found.values() if arm in groups], arm)
     for arm in evidence.arms:
         taus = [mean_tau(test, found[n][arm], "all") if arm in found[n] else math.nan for n in budgets]
         if not all(map(math.isnan, taus)):
-            rows.append([arm, *map(number, taus)])
+            runs = max(len(groups[arm].names) for groups in found.values() if arm in groups)
+            rows.append([f"{arm} ({runs})" if runs > 1 else arm, *map(number, taus)])
             name = f"{arm}, {family}" if several else arm
             lines[name] = ([float(n) for n in budgets], taus)
     for first, second in (("treespark", "control"), ("treespark", "dspark")):
@@ -200,10 +204,19 @@ def _policies(evidence: Evidence, others: dict[str, dict[str, Any]]) -> list[str
     found = {name: evidence.groups(test, policy) for name, policy in others.items()}
     rows = []
     for arm in evidence.arms:
+        _share_seeds([groups for groups in found.values() if arm in groups], arm)
         cells = [number(mean_tau(test, groups[arm], "all")) if arm in groups else "-" for groups in found.values()]
         if set(cells) != {"-"}:
             rows.append([arm, *cells])
     return table(["tau, all suites", *(f"`{name}`" for name in others)], rows)
+
+
+def _share_seeds(columns: Sequence[dict[str, Group]], arm: str) -> None:
+    """Leaves an arm, in each column that has it, the runs that all these columns have."""
+    if columns:
+        shared = set.intersection(*(set(groups[arm].seeds) for groups in columns))
+        for groups in columns:
+            groups[arm] = groups[arm].only(shared)
 
 
 def gradient_table(evidence: Evidence) -> list[str]:
@@ -213,7 +226,7 @@ def gradient_table(evidence: Evidence) -> list[str]:
     steps = evidence.study["plan"]["bench"].get("gradient_steps")
     rows = [
         [name, f"{item['norm']:.4f}", number(item["to_base"]), number(item["cosine"])]
-        for name, item in evidence.gradients.items()
+        for name, item in evidence.gradients["terms"].items()
     ]
     return [
         f"Mean gradient over {steps} batches at the start that the arms continue, each term with its coefficient; "
@@ -261,9 +274,10 @@ def search_table(evidence: Evidence) -> list[str]:
 def _reference(
     evidence: Evidence, validation: Results, entry: dict[str, Any], entries: Sequence[dict[str, Any]]
 ) -> Group | None:
-    """The control of as many steps: of the search (without options first), else the final runs of the control."""
+    """The control of as many steps: of the search (the chosen one first), else the final runs of the control."""
+    chosen = _chosen(evidence.study["plan"].get("chosen"))
     controls = [item for item in entries if item["group"] == "control" and item["steps"] == entry["steps"]]
-    for item in sorted(controls, key=lambda item: bool(item.get("options"))):
+    for item in sorted(controls, key=lambda item: item["name"] not in chosen):
         found = gather(validation, "control", [item])
         if found is not None:
             return found

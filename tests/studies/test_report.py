@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -43,14 +43,15 @@ def script() -> Any:
 
 
 def known() -> tuple[list[dict[str, Any]], Results]:
-    """Four arms: dspark 2 tokens a round, control 2.5, treespark 3 under seed 1 and 4 under seed 2, narrow 3.5.
+    """Four arms of seeds that they do not share: dspark 2 tokens a round, control 2.5, narrow 3.5, and treespark 3 under
+    seed 1 and 4 under seed 2.
 
     On the writing suite treespark has one token more.
     """
-    runs = [run("dspark", 1), run("control", 1), run("treespark", 1), run("treespark", 2), run("narrow", 1)]
-    arms = [entry("dspark-1", CHAIN), *(entry(item["name"], BUDGETED) for item in runs[1:])]
-    pattern = {"dspark-1": [2, 2], "control-1": [2, 3], "treespark-1": [3, 3], "treespark-2": [4, 4]}
-    pattern["narrow-1"] = [3, 4]
+    runs = [run("dspark", 9), run("control", 9), run("treespark", 1), run("treespark", 2), run("narrow", 9)]
+    arms = [entry("dspark-9", CHAIN), *(entry(item["name"], BUDGETED) for item in runs[1:])]
+    pattern = {"dspark-9": [2, 2], "control-9": [2, 3], "treespark-1": [3, 3], "treespark-2": [4, 4]}
+    pattern["narrow-9"] = [3, 4]
 
     def rounds(drafter: str) -> Any:
         more = drafter.startswith("treespark")
@@ -163,6 +164,23 @@ def test_two_levels_against_a_plain_loop(script: ModuleType) -> None:
     ours = intervals.compare(found, list(SUITES), first, second)
     low, high = np.quantile(drawn, [0.025, 0.975])
     assert (ours.low, ours.high) == pytest.approx((low, high), abs=0.08 * (high - low))
+
+
+def test_shared_seeds_and_their_noise(script: ModuleType, tmp_path: Path) -> None:
+    """Arms that share a seed are compared on it alone; what lies within the noise of seeds is not called a gain."""
+    import intervals
+
+    runs = [run("control", 1), run("control", 2), run("retention", 1)]
+    arms = [entry(item["name"], BUDGETED) for item in runs]
+    taus = dict(zip([arm["name"] for arm in arms], ([2, 2], [4, 4], [3, 3]), strict=True))
+    test = results(arms, {name: lambda suite, index, rounds=rounds: rounds for name, rounds in taus.items()})
+    page = made(script, write(tmp_path / "results", runs, test), tmp_path / "page.md")
+    # 3/2 on seed 1; the control's runs differ by 4/2 - 1 = 100 %.
+    assert row(page, "tau retention/control")[:2] == ["1/1", "1.500 [1.500, 1.500]"]
+    assert "**Open.** Our retention helps the control" in page
+    assert "(one seed each; runs of one arm differ by up to 100.0 %)" in page
+    one, two = intervals.Group("a", ("x", "y"), (1, 2)), intervals.Group("b", ("z",), (3,))
+    assert intervals.paired(one, two) == (one, two)
 
 
 def test_seeds_that_differ_widen_the_interval(script: ModuleType) -> None:
@@ -293,7 +311,7 @@ def test_earlier_rounds_and_used_up_suites(script: ModuleType, tmp_path: Path) -
     rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| tau treespark/dspark |")]
     assert [line[1:3] for line in rows] == [["first", "1.500 [1.500, 1.500]"], ["this round", "1.750 [1.500, 2.000]"]]
     assert "first: dspark 2.000, control 2.500, treespark 3.333; this round: dspark 2.000" in section
-    assert "an earlier round used up and which are therefore exploratory: poetry." in page
+    assert "an earlier round used up, which are therefore exploratory: poetry." in page
 
 
 def test_live_pair_and_gradients(script: ModuleType, tmp_path: Path) -> None:
@@ -301,13 +319,14 @@ def test_live_pair_and_gradients(script: ModuleType, tmp_path: Path) -> None:
     runs, test = known()
     pair = {"dspark": "Budgeted(k=1,num_draft_nodes=3)", "treespark": "Budgeted(k=4, num_draft_nodes=6)"}
     folder = write(tmp_path / "results", runs, test, plan={"bench": {"live_pair": pair, "gradient_steps": 5}})
-    decoded = [entry("", None), entry("dspark-1", CHAIN), entry("treespark-1", BUDGETED)]
-    decoded += [entry("dspark-1", parse(pair["dspark"]).config(), True)]
+    decoded = [entry("", None), entry("dspark-9", CHAIN), entry("treespark-1", BUDGETED)]
+    decoded += [entry("dspark-9", parse(pair["dspark"]).config(), True)]
     decoded += [entry("treespark-1", parse(pair["treespark"]).config(), True)]
     count = [[1] * 20, [1] * 16, [1] * 18, [2] * 12, [3] * 12]
     rounds = {arm["name"]: lambda s, i, r=r: r for arm, r in zip(decoded, count, strict=True)}
     results(decoded, rounds, simulated=False).save(folder / "live.json", computed=False)
-    (folder / "gradients.json").write_text(json.dumps({"L1": {"norm": 0.25, "to_base": 0.5, "cosine": -0.125}}))
+    terms = {"L1": {"norm": 0.25, "to_base": 0.5, "cosine": -0.125}}
+    (folder / "gradients.json").write_text(json.dumps({"drafters": {}, "terms": terms}))
     page = made(script, folder, tmp_path / "page.md")
     assert "speed treespark/plain = 0.900 [0.900, 0.900], below 1; target +30 % not reached." in page
     under = "treespark under Budgeted(k=4, num_draft_nodes=6)"
@@ -334,6 +353,6 @@ def test_records_of_other_weights_are_refused(script: ModuleType) -> None:
     """A drafter that was trained again after the benchmark."""
     import evidence
 
-    stale = SimpleNamespace(drafters={"control-1": {"sha256": "0" * 64}})
+    stale = {"control-1": {"sha256": "0" * 64}}
     with pytest.raises(ValueError, match=r"test\.json measured control-1 with weights 000.*bench it again"):
         evidence._check_drafters("test.json", stale, [run("control", 1)])

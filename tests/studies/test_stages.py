@@ -65,8 +65,8 @@ def test_split(study: Any, tmp_path: Path) -> None:
         study.split.split(file, train, validation, seed=3, **options | {"num_validation": 80})
 
 
-def make_run(study: Any, folder: Path, **options: Any) -> Any:
-    return study.runs.Run("x-2", "x", 2, 30, options, folder / "runs" / "x-2", folder)
+def make_run(study: Any, folder: Path, parent: Any = None, **options: Any) -> Any:
+    return study.runs.Run("x-2", "x", 2, 30, options, folder / "runs" / "x-2", folder, parent)
 
 
 def test_composed_recipe(study: Any, tmp_path: Path) -> None:
@@ -74,9 +74,8 @@ def test_composed_recipe(study: Any, tmp_path: Path) -> None:
     plain = make_run(study, tmp_path, policy="chain", head_dim_ratio=1.0).recipe()
     assert plain["model"]["policy"] == {"class_path": "Chain"} and plain["trainer"]["max_steps"] == 30
     assert plain["seed_everything"] == plain["data"]["seed"] == 2 and "init_from" not in plain["model"]
-    run = make_run(
-        study, tmp_path, start="s", losses={"Survival": {"coefficient": 0.5}}, base={"L1": {"coefficient": 0.9}}
-    )
+    start = study.runs.Run("s", "s", 0, 30, {}, tmp_path / "runs" / "s", tmp_path)
+    run = make_run(study, tmp_path, start, losses={"Survival": {"coefficient": 0.5}}, base={"L1": {"coefficient": 0.9}})
     recipe = run.recipe()
     assert recipe["model"]["init_from"] == str(tmp_path / "runs" / "s" / "drafter")
     assert recipe["model"]["losses"][-1] == {"class_path": "Survival", "init_args": {"coefficient": 0.5}}
@@ -87,12 +86,23 @@ def test_composed_recipe(study: Any, tmp_path: Path) -> None:
         and recipe["model"]["policy"] == shared["model"]["policy"]
     )
     before = run.recipe_sha256()
-    study.runs.write_json(tmp_path / "runs" / "s" / "run.json", {"drafter_sha256": "a"})
+    record = {"recipe_sha256": start.recipe_sha256(), "drafter_sha256": "a"}
+    study.runs.write_json(start.folder / "run.json", record)
     after = run.recipe_sha256()
-    study.runs.write_json(tmp_path / "runs" / "x-2" / "run.json", {"recipe_sha256": after})
+    study.runs.write_json(run.folder / "run.json", {"recipe_sha256": after})
     assert before != after and run.is_done()
-    study.runs.write_json(tmp_path / "runs" / "s" / "run.json", {"drafter_sha256": "b"})
+    study.runs.write_json(start.folder / "run.json", record | {"drafter_sha256": "b"})
     assert not run.is_done()
+    study.runs.write_json(start.folder / "run.json", record)
+    study.runs.write_json(tmp_path / "data.json", {"train_sha256": "other data"})
+    assert not start.is_done() and not run.is_done()
+    study.runs.write_json(run.folder / "run.json", {"recipe_sha256": run.recipe_sha256()})
+    assert not run.is_done()  # its start is not
+    with pytest.raises(RuntimeError, match="x-2 continues s, which is not trained: `train --part starts` first"):
+        run.train(1)
+    for options, words in (({"policy": "Chain"}, "expected chain or tree"), ({"base": {"L2": {}}}, "CrossEntropy")):
+        with pytest.raises(ValueError, match=words):
+            make_run(study, tmp_path, **options).recipe()
     with pytest.raises(ValueError, match=r"x has the keys \['looses'\]"):
         make_run(study, tmp_path, looses={}).recipe()
 
@@ -102,24 +112,35 @@ def test_the_plan(study: Any, tmp_path: Path) -> None:
     content = yaml.safe_load((FOLDER / "plan.yaml").read_text()) | {"folder": str(tmp_path)}
     content["arms"] = {
         "control": {"start": "chain-wide", "steps": 100, "seeds": [0, 1]},
+        "treespark": {"start": "chain-wide", "steps": 100},
         "longer": {"start": "chain-wide", "steps": {"of": "control", "compute_of": "treespark"}},
     }
     file = tmp_path / "plan.yaml"
     file.write_text(yaml.safe_dump(content))
-    assert [run.name for run in study.study.Plan(str(file)).runs("arms")] == ["control-0", "control-1"]
-    study.runs.write_json(tmp_path / "step_times.json", {"control": 0.5, "treespark": 0.8})
+    assert [run.name for run in study.study.Plan(str(file)).runs("arms")] == ["control-0", "control-1", "treespark-1"]
+    recipes = {run.arm: run.recipe_sha256() for run in study.study.Plan(str(file)).timed()}
+    times = {"recipes": recipes, "seconds": {"control": 0.5, "treespark": 0.8}}
+    study.runs.write_json(tmp_path / "step_times.json", times)
     plan = study.study.Plan(str(file))
-    assert [(run.name, run.steps) for run in plan.runs("arms")][-1] == ("longer-0", 160)
+    assert ("longer-1", 160) in [(run.name, run.steps) for run in plan.runs("arms")]
     every = [run for part in ("starts", "search", "arms") for run in plan.runs(part)]
-    assert {run.start for run in every if run.start} <= {run.name for run in plan.runs("starts")}
     assert all(run.recipe() for run in every) and len({run.name for run in every}) == len(every)
+    seeds = {part: {run.seed for run in plan.runs(part)} for part in ("starts", "search")}
+    assert seeds == {"starts": {0}, "search": {1}}
+    content["arms"]["treespark"]["learning_rate"] = 1.0  # then the time is of another recipe
+    file.write_text(yaml.safe_dump(content))
+    assert not study.study.Plan(str(file)).step_times()
+    content["arms"]["control"]["start"] = "nowhere"
+    file.write_text(yaml.safe_dump(content))
+    with pytest.raises(ValueError, match=r"control continues 'nowhere'; expected one of the starts chain-narrow, "):
+        study.study.Plan(str(file)).runs("arms")
 
 
 def test_the_small_plan(study: Any) -> None:
     """Its runs compose, from starts that it has; it stays apart from the study's own folder."""
     plan = study.study.Plan(str(FOLDER / "small.yaml"))
     arms = plan.runs("arms")
-    assert {run.start for run in arms} == {run.name for run in plan.runs("starts")}
+    assert {run.parent.name for run in arms} == {run.name for run in plan.runs("starts")}
     assert all(run.recipe() for run in arms) and plan.folder != study.study.Plan(str(FOLDER / "plan.yaml")).folder
 
 
@@ -186,21 +207,33 @@ def test_trainings_follow_their_starts(study: Any, tmp_path: Path) -> None:
         def train(self, threads: int) -> None:
             if self.name == "broken":
                 raise RuntimeError("broken: the training ended")
-            assert self.start is None or Fake(self.start, "", 0, 0, {}, tmp_path / self.start, tmp_path).record
+            assert self.parent is None or self.parent.record
             events.append((self.name, threads))
             self.folder.mkdir()
             study.runs.write_json(
                 self.folder / "run.json", {"recipe_sha256": self.recipe_sha256(), "drafter_sha256": self.name}
             )
 
-    def fake(name: str, **options: Any) -> Any:
-        return Fake(name, name, 0, 5, options, tmp_path / name, tmp_path)
+    def fake(name: str, parent: Any = None, **options: Any) -> Any:
+        return Fake(name, name, 0, 5, options, tmp_path / name, tmp_path, parent)
 
-    runs = [fake("arm", start="wide"), fake("wide", policy="chain"), fake("other")]
+    wide = fake("wide", policy="chain")
+    runs = [fake("arm", wide), wide, fake("other")]
     study.runs.train_all(runs, jobs=2)
     assert {name for name, _ in events} == {"arm", "wide", "other"} and events[-1][0] == "arm"
     study.runs.train_all(runs, jobs=2)
     assert len(events) == 3
     with pytest.raises(RuntimeError, match="broken"):
-        study.runs.train_all([fake("broken"), fake("later", start="broken")], jobs=1)
+        study.runs.train_all([fake("broken"), fake("later", fake("broken"))], jobs=1)
     assert len(events) == 3
+
+
+def test_unknown_parts(study: Any) -> None:
+    """A part that no stage has is named, with those that it has."""
+    plan = str(FOLDER / "small.yaml")
+    with pytest.raises(SystemExit, match="unknown part 'arm'; expected some of starts, search, times, arms"):
+        study.study.train(plan, "starts, arm")
+    with pytest.raises(SystemExit, match="unknown part 'tests'; expected some of validation, "):
+        study.study.bench(plan, "tests")
+    with pytest.raises(FileNotFoundError, match="none.yaml: no such plan"):
+        study.study.plan("none.yaml")
