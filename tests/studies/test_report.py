@@ -43,7 +43,7 @@ def script() -> Any:
 
 
 def known() -> tuple[list[dict[str, Any]], Results]:
-    """Four arms of seeds that they do not share: dspark 2 tokens a round, control 2.5, narrow 3.5, and treespark 3 under
+    """Four arms that share no seed: dspark 2 tokens a round, control 2.5, narrow 3.5, and treespark 3 under
     seed 1 and 4 under seed 2.
 
     On the writing suite treespark has one token more.
