@@ -196,15 +196,18 @@ def _speed_claims(evidence: Evidence) -> list[str]:
             sentence = _sentence(f"{text}, {_where(place)}", "speed treespark/dspark", interval, "above")
             sentences.append(f"{sentence} The paper: {gain(paper)}.")
     suites = [suite for suite in live.suite_names if LIVE_SUITE in suite.lower()]
-    for pair in (groups, paired_live(evidence)):
-        for base, target in LIVE_TARGETS.items():
-            other = plain_group(live) if base == "plain" else pair.get(base)
-            if suites and other is not None and "treespark" in pair:
-                first = pair["treespark"]
-                interval = compare(live, suites, first, other, SPEED)
-                words = f"{verdict(interval)}; {reached(interval, target)}"
-                name = f"{first.label}/{other.label}"
-                sentences.append(f"On {', '.join(suites)}: speed {name} = {ratio(interval)}, {words}.")
+    fast, plain = paired_live(evidence), plain_group(live)
+    pairs = [(groups["treespark"], "plain", plain), (groups["treespark"], "dspark", groups["dspark"])]
+    if "treespark" in fast:
+        others = [("plain", plain), ("dspark", groups["dspark"]), ("dspark", fast.get("dspark"))]
+        pairs += [(fast["treespark"], base, other) for base, other in others]
+    for first, base, other in pairs:
+        if suites and other is not None:
+            target = LIVE_TARGETS[base]
+            interval = compare(live, suites, first, other, SPEED)
+            words = f"{verdict(interval)}; {reached(interval, target)}"
+            name = f"{first.label}/{other.label}"
+            sentences.append(f"On {', '.join(suites)}: speed {name} = {ratio(interval)}, {words}.")
     return sentences
 
 

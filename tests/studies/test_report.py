@@ -331,6 +331,7 @@ def test_live_pair_and_gradients(script: ModuleType, tmp_path: Path) -> None:
     assert "speed treespark/plain = 0.900 [0.900, 0.900], below 1; target +30 % not reached." in page
     under = "treespark under Budgeted(k=4, num_draft_nodes=6)"
     assert f"speed {under}/plain = 1.800 [1.800, 1.800], above 1; target +30 % reached." in page
+    assert f"speed {under}/dspark = 2.250 [2.250, 2.250], above 1; target +15 % reached." in page
     ratio = "1.500 [1.500, 1.500], above 1; target +15 % reached."
     assert f"speed {under}/dspark under Budgeted(k=1, num_draft_nodes=3) = {ratio}" in page
     assert "Mean gradient over 5 batches" in page and row(page, "L1") == ["0.2500", "0.500", "-0.125"]

@@ -12,8 +12,9 @@ from torch.autograd.function import once_differentiable
 from treespark.workspace import buffer, current
 
 # Below so many rows a large weight is bound by being read, and BLAS reads it faster when it is the left factor
-# (measured on 2 x86 cores: SmolLM2-135M over 4 positions 85 -> 55 ms, over 6 positions 97 -> 70 ms; from 8 on no gain).
-_FEW_ROWS = 8
+# (measured on 2 x86 cores, SmolLM2-135M over 4 positions 99 -> 54 ms, 6: 119 -> 74, 8: 104 -> 80, 9: 114 -> 98,
+# 11: 163 -> 124; from 13 on no gain).
+_FEW_ROWS = 12
 _LARGE_WEIGHT = 2**16
 # A head over a vocabulary is a left factor too, a block of tokens at a time, while BLAS would spend more on packing it
 # than on multiplying (float32, 151,936 x 1,024: 16 rows 147 -> 73 ms, 56 rows 312 -> 208 ms, 224 rows 697 -> 605 ms;
