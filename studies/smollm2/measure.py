@@ -88,7 +88,7 @@ def calibration(plan: Plan, results: Path) -> None:
 
 def gradients(plan: Plan, results: Path) -> None:
     """Norms of the loss terms' gradients, and their cosines with the base losses', where the arms start."""
-    arms = {run.arm: run for run in plan.runs("arms") if run.seed == 0}
+    arms = {run.arm: run for run in reversed(plan.runs("arms"))}  # the first seed of each
     recipe = arms["control"].recipe()
     count = len(recipe["model"]["losses"])
     terms = {item["class_path"]: [item] for item in recipe["model"]["losses"]}

@@ -28,7 +28,7 @@ def study() -> Iterator[Any]:
     """The study's scripts; they import each other as neighbours, as when one of them runs."""
     before = set(sys.modules)
     sys.path.insert(0, str(FOLDER))
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in ("runs", "measure", "gradients")})
+    yield SimpleNamespace(**{name: importlib.import_module(name) for name in ("runs", "study", "measure", "gradients")})
     sys.path.remove(str(FOLDER))
     for name in set(sys.modules) - before:
         if Path(getattr(sys.modules[name], "__file__", None) or "").parent == FOLDER:
@@ -92,6 +92,24 @@ def test_budgets_and_policies_of_chosen_runs(study: Any, target: str, tmp_path: 
     policies = [json.dumps(arm["policy"], sort_keys=True) for arm in found.arms if arm["drafter"] == "control-0"]
     assert len(policies) == len(set(policies)) and names[0] == "recorded" and "chain" in names
     assert sum("DDTree" in name for name in names) == 2 and found.settings["opened_suites"] == []
+
+
+def test_gradients_of_the_plan(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control's losses are the base; every term of an arm is taken alone, with its coefficient."""
+    asked: list[Any] = []
+    monkeypatch.setattr(study.measure, "term_gradients", lambda *given: asked.extend(given) or {"base": {}})
+    plan = study.study.Plan(str(FOLDER / "small.yaml"))
+    plan.folder = tmp_path / "study"
+    study.measure.gradients(plan, tmp_path)
+    recipe, terms, steps, _ = asked
+    assert [item["class_path"] for item in recipe["model"]["losses"]] == ["CrossEntropy", "L1", "Confidence"]
+    assert terms.keys() == {"CrossEntropy", "L1", "Confidence", "Survival", "Coverage"} and steps == 2
+    assert terms["Survival"] == [{"class_path": "Survival", "init_args": {"coefficient": 0.5}}]
+    assert recipe["model"]["init_from"].endswith("chain-wide/drafter")
+    assert json.loads((tmp_path / "gradients.json").read_text()) == {
+        "drafters": {"chain-wide": {"sha256": None}},
+        "terms": {"base": {}},
+    }
 
 
 def test_gradients_of_terms(study: Any, target: str, tmp_path: Path) -> None:
