@@ -75,8 +75,12 @@ def test_200_requests_in_and_out_leave_memory_where_it_was() -> None:
         return [tensor.data_ptr() for tensor in buffers(batch)], live, pages * os.sysconf("SC_PAGE_SIZE")
 
     places, live, resident = serve(30)
-    after = serve(200)
-    assert not batch.active
-    assert after[0] == places and after[1] <= live
-    # The allocator may keep some pages; what 200 requests wrote would be more than that.
-    assert after[2] - resident < 4 * 2**20
+    grown = []
+    for _ in range(3):
+        after = serve(200)
+        assert not batch.active
+        assert after[0] == places and after[1] <= live
+        grown.append(after[2] - resident)
+        resident = after[2]
+    # The allocator may keep some pages once; what every 200 requests left behind would be there each time.
+    assert min(grown) < 4 * 2**20
