@@ -50,7 +50,8 @@ def test(plan: Plan, results: Path) -> None:
     arms = make_arms(drafters, "recorded")
     chosen = {run.name: drafters[run.name] for run in _named(plan, settings["budget_runs"], "arms")}
     if chosen:
-        more = make_arms(chosen, "recorded,chain,tree", settings["policies"], settings["budgets"])
+        more = make_arms(chosen, "chain,tree", None, settings["budgets"])
+        more += make_arms(chosen, "recorded", settings["policies"])
         arms += [arm for arm in more if not any(_same(arm, other) for other in arms)]
     options = {"max_new_tokens": limit, "num_prompts": settings["num_prompts"], "opened_suites": used_up}
     held.evaluate(drafters, arms, results / "test.json", options)

@@ -52,9 +52,10 @@ class Plan:
         An arm whose steps follow from step times is left out until these were taken.
 
         Raises:
-            ValueError: For a run that continues one that is no start of the plan.
+            ValueError: For a run that continues one that is no start of the plan, or has the name of another one.
         """
         found: list[Run] = []
+        taken = {name for other in ("starts", "search") if other != part for name in self.content.get(other) or {}}
         starts = {} if part == "starts" else {run.name: run for run in self.runs("starts")}
         for arm, options in (self.content.get(part) or {}).items():
             start = options.get("start")
@@ -64,6 +65,9 @@ class Plan:
             # A start's seed is no other run's: the same order of data would be trained on twice.
             for seed in options.get("seeds", [0 if part == "starts" else 1]):
                 name = arm if part != "arms" else f"{arm}-{seed}"
+                if name in taken:
+                    raise ValueError(f"plan: two runs are called {name}, and would share a folder; rename one.")
+                taken.add(name)
                 steps = self._steps(options["steps"])
                 if steps is not None:
                     folder = self.folder / "runs" / name

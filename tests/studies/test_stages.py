@@ -130,6 +130,11 @@ def test_the_plan(study: Any, tmp_path: Path) -> None:
     content["arms"]["treespark"]["learning_rate"] = 1.0  # then the time is of another recipe
     file.write_text(yaml.safe_dump(content))
     assert not study.study.Plan(str(file)).step_times()
+    content["search"]["control-0"] = content["search"]["control-lr-0.001"]
+    file.write_text(yaml.safe_dump(content))
+    with pytest.raises(ValueError, match="two runs are called control-0, and would share a folder"):
+        study.study.Plan(str(file)).runs("arms")
+    del content["search"]["control-0"]
     content["arms"]["control"]["start"] = "nowhere"
     file.write_text(yaml.safe_dump(content))
     with pytest.raises(ValueError, match=r"control continues 'nowhere'; expected one of the starts chain-narrow, "):
