@@ -1,10 +1,14 @@
-"""Synthetic results of the study."""
+"""The study's scripts as modules, and synthetic results of it."""
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,9 +16,24 @@ import numpy as np
 from treespark.bench.records import PromptTrials, Trial
 from treespark.bench.results import Results
 
+FOLDER = Path(__file__).parents[1] / "studies" / "smollm2"
 BUDGETED = {"class_path": "Budgeted", "init_args": {"k": 4, "num_draft_nodes": 32}}
 CHAIN: dict[str, Any] = {"class_path": "Chain", "init_args": {}}
 SUITES = {"gsm8k": "general", "mbpp": "general", "poetry": "writing"}
+
+
+@contextmanager
+def scripts(*names: str) -> Iterator[dict[str, ModuleType]]:
+    """Imports the study's scripts; they import each other as neighbours, as when one of them runs."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield {name: importlib.import_module(name) for name in names}
+    finally:
+        sys.path.remove(str(FOLDER))
+        for name in set(sys.modules) - before:
+            if Path(getattr(sys.modules[name], "__file__", None) or "").parent == FOLDER:
+                del sys.modules[name]
 
 
 def budget(nodes: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch.nn.utils.rnn import pad_sequence
 
+from runs import write_json
 from treespark.bench import PromptTrials, Results, Suite, Trial
 from treespark.bench.arms import Arm
 from treespark.bench.description import describe
@@ -28,8 +29,6 @@ from treespark.bench.workload import decode_workload
 from treespark.decoding import simulate
 from treespark.drafters import Drafter
 from treespark.target import Target, TargetFeatures
-
-from runs import write_json
 
 ROWS = 16  # texts that are simulated side by side
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from treespark.bench.results import Results
-
 from intervals import Group
+from treespark.bench.results import Results
 
 ARMS = {
     "dspark": "DSpark, trained and decoded as a chain, heads of the target's width",

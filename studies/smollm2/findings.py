@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from evidence import Evidence, places, suites_at
+from intervals import SPEED, Group, accepts, compare, paired, rates
 from treespark.bench.arms import policy_name
 from treespark.bench.results import Results
 from treespark.bench.statistics import Interval
 from treespark.policies import parse
-
-from evidence import Evidence, places, suites_at
-from intervals import SPEED, Group, accepts, compare, paired, rates
 
 Found = dict[tuple[str, str], dict[str, Interval]]
 

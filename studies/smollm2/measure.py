@@ -7,16 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evaluation import PathMass, Texts, answer, answered
+from gradients import term_gradients
+from runs import Run, treespark, write_json
 from treespark.bench import Suite, load_suite, make_arms
 from treespark.bench.arms import Arm
 from treespark.bench.sources import find_sources
 from treespark.drafters import Drafter
 from treespark.drafters.source import open_drafter
 from treespark.target import Target
-
-from evaluation import PathMass, Texts, answer, answered
-from gradients import term_gradients
-from runs import Run, treespark, write_json
 
 if TYPE_CHECKING:
     from study import Plan

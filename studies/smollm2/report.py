@@ -7,10 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from treespark.bench.arms import policy_name
-from treespark.bench.results import Results
-from treespark.bench.statistics import NUM_RESAMPLES
-
 from evidence import ARMS, Evidence, places, policies
 from findings import LIVE_SUITE, LIVE_TARGETS, SPEED_PAPER, claims, compare_all, gain, plain_group, ratio, seed_noise
 from intervals import SPEED, Group, compare, rates
@@ -30,6 +26,9 @@ from tables import (
     search_table,
     table,
 )
+from treespark.bench.arms import policy_name
+from treespark.bench.results import Results
+from treespark.bench.statistics import NUM_RESAMPLES
 
 CALIBRATION = ("confidence/calibration_error", "confidence/brier", "coverage/total", "edge_loss")
 

@@ -143,10 +143,9 @@ def generate(plan: str = _PLAN) -> None:
     Args:
         plan: The plan file.
     """
+    from split import split
     from treespark.data.template import ChatEncoder
     from treespark.target.loading import load_tokenizer
-
-    from split import split
 
     wanted = Plan(plan)
     data, folder = wanted.data, wanted.folder

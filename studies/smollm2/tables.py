@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from treespark.bench.arms import policy_name
-from treespark.bench.results import Results
-
 from evidence import Evidence, gather, places, policies, suites_at
 from findings import COMPARISONS, POSITIONS_PAPER, Found, compare_all, gain, judge, ratio
 from intervals import TAU, Group, accepts, compare, paired, rates
 from pictures import draw
+from treespark.bench.arms import policy_name
+from treespark.bench.results import Results
 
 SHOWN = ("dspark", "control", "treespark")
 BUDGET = "num_draft_nodes"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.study_results import FOLDER, scripts
 from tests.tiny import tiny_drafter
 from tests.tiny_text import save_tiny_target
 from treespark.bench.results import Results
@@ -19,20 +18,14 @@ from treespark.generation import generate
 from treespark.policies import Budgeted, Chain
 from treespark.target import Target
 
-FOLDER = Path(__file__).parents[2] / "studies" / "smollm2"
 PROMPTS = ["red fox", "blue sea", "two hills", "an old tree", "a road"]
 
 
 @pytest.fixture(scope="module")
 def study() -> Iterator[Any]:
-    """The study's scripts; they import each other as neighbours, as when one of them runs."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(FOLDER))
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in ("runs", "study", "measure", "gradients")})
-    sys.path.remove(str(FOLDER))
-    for name in set(sys.modules) - before:
-        if Path(getattr(sys.modules[name], "__file__", None) or "").parent == FOLDER:
-            del sys.modules[name]
+    """The study's scripts."""
+    with scripts("runs", "study", "measure", "gradients") as found:
+        yield SimpleNamespace(**found)
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,32 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.study_results import BUDGETED, CHAIN, SUITES, budget, entry, noisy, results, run, write
+from tests.study_results import BUDGETED, CHAIN, SUITES, budget, entry, noisy, results, run, scripts, write
 from treespark.bench.gains import pair_up
 from treespark.bench.measures import MEASURES
 from treespark.bench.results import Results
 from treespark.bench.statistics import compare_suites
 from treespark.policies import parse
 
-FOLDER = Path(__file__).parents[2] / "studies" / "smollm2"
-
 
 @pytest.fixture(scope="module")
-def script() -> Any:
-    """The report as a module; its siblings are found beside it, as when a script of the folder runs."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(FOLDER))
-    try:
-        spec = importlib.util.spec_from_file_location("study_report", FOLDER / "report.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        sys.path.remove(str(FOLDER))
-        for name in set(sys.modules) - before:
-            if getattr(sys.modules[name], "__file__", None) and Path(sys.modules[name].__file__ or "").parent == FOLDER:
-                del sys.modules[name]
+def script() -> Iterator[ModuleType]:
+    """The report as a module."""
+    with scripts("report") as found:
+        yield found["report"]
 
 
 def known() -> tuple[list[dict[str, Any]], Results]:
@@ -71,6 +56,13 @@ def made(script: ModuleType, folder: Path, output: Path) -> str:
     return output.read_text(encoding="utf-8")
 
 
+def steady(script: ModuleType, folder: Path, runs: list[dict[str, Any]], taus: Sequence[int]) -> str:
+    """The page of runs whose every round commits the same number of tokens."""
+    arms = [entry(item["name"], BUDGETED) for item in runs]
+    rounds = {arm["name"]: lambda suite, index, tau=tau: [tau, tau] for arm, tau in zip(arms, taus, strict=True)}
+    return made(script, write(folder / "results", runs, results(arms, rounds)), folder / "page.md")
+
+
 def test_cells_and_verdicts(script: ModuleType, tmp_path: Path) -> None:
     """Seeds of 3 and 4 average to 3.5 (writing: 4.5); all is (3.5 + 3.5 + 4.5) / 3 over three suites.
 
@@ -99,10 +91,7 @@ def test_cells_and_verdicts(script: ModuleType, tmp_path: Path) -> None:
 def test_no_gain_is_said(script: ModuleType, tmp_path: Path) -> None:
     """A TreeSpark of 2 tokens a round beside a control of 4 does not hold; one that is the control is open."""
     runs = [run("control", 1), run("treespark", 1), run("retention", 1)]
-    arms = [entry(item["name"], BUDGETED) for item in runs]
-    taus = dict(zip([arm["name"] for arm in arms], ([4, 4], [2, 2], [4, 4]), strict=True))
-    test = results(arms, {name: lambda suite, index, rounds=rounds: rounds for name, rounds in taus.items()})
-    page = made(script, write(tmp_path / "results", runs, test), tmp_path / "page.md")
+    page = steady(script, tmp_path, runs, [4, 2, 4])
     assert "**Does not hold.** Training under the tree pays" in page and "Target +6.4 % not reached" in page
     assert "**Open.** Our retention helps the control, over all suites: tau retention/control = 1.000" in page
     assert row(page, "tau retention/control")[-1] == "all: not distinguishable from 1"
@@ -171,10 +160,7 @@ def test_shared_seeds_and_their_noise(script: ModuleType, tmp_path: Path) -> Non
     import intervals
 
     runs = [run("control", 1), run("control", 2), run("retention", 1)]
-    arms = [entry(item["name"], BUDGETED) for item in runs]
-    taus = dict(zip([arm["name"] for arm in arms], ([2, 2], [4, 4], [3, 3]), strict=True))
-    test = results(arms, {name: lambda suite, index, rounds=rounds: rounds for name, rounds in taus.items()})
-    page = made(script, write(tmp_path / "results", runs, test), tmp_path / "page.md")
+    page = steady(script, tmp_path, runs, [2, 4, 3])
     # 3/2 on seed 1; the control's runs differ by 4/2 - 1 = 100 %.
     assert row(page, "tau retention/control")[:2] == ["1/1", "1.500 [1.500, 1.500]"]
     assert "**Open.** Our retention helps the control" in page

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 import torch
 import yaml
 
+from tests.study_results import FOLDER, scripts
 from tests.tiny import tiny_drafter, tiny_target
 from tests.tiny_text import tiny_tokenizer
 from treespark.bench import Suite, make_arms, run
@@ -23,18 +22,12 @@ from treespark.bench.suites import BenchPrompt
 from treespark.data.template import ChatEncoder
 from treespark.policies import Budgeted
 
-FOLDER = Path(__file__).parents[2] / "studies" / "smollm2"
-
 
 @pytest.fixture(scope="module")
 def study() -> Iterator[Any]:
-    """The study's scripts; they import each other as neighbours, as when one of them runs."""
-    sys.path.insert(0, str(FOLDER))
-    names = ("runs", "split", "evaluation", "study")
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
-    sys.path.remove(str(FOLDER))
-    for name in names:
-        sys.modules.pop(name, None)
+    """The study's scripts."""
+    with scripts("runs", "split", "evaluation", "study") as found:
+        yield SimpleNamespace(**found)
 
 
 def lines(counts: dict[str, int], **fields: Any) -> list[str]:
